@@ -1,0 +1,224 @@
+"""Show a campaign's progress: a bar on a terminal, else plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from ktune.cli.console import note, progress_console
+from ktune.operations import operation
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ktune.bench.measurement import Measurement
+    from ktune.device import Device
+    from ktune.problem import Problem
+    from ktune.search.campaign import Proof, Result
+    from ktune.variant import Variant
+
+EVERY_S = 30.0
+"""Seconds after which a plain line is due even without an improvement."""
+
+
+class View(Protocol):
+    """Shows progress in one way."""
+
+    def begin(self, what: str, goal: int) -> None:
+        """A new task begins."""
+
+    def step(self, done: int, goal: int, text: str, important: bool) -> None:
+        """The task has come this far."""
+
+    def line(self, text: str) -> None:
+        """Something that stays on the screen."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Lines:
+    """Plain lines on standard error: what is important, and one every 30 seconds."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._began = self._last = clock()
+
+    def begin(self, what: str, goal: int) -> None:
+        """Say nothing; the first step will."""
+
+    def step(self, done: int, goal: int, text: str, important: bool) -> None:
+        """Write a line if there is reason to."""
+        if important or self._clock() - self._last >= EVERY_S:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        """Write a line with the time since the start."""
+        self._last = self._clock()
+        note(f"[{self._last - self._began:3.0f}s] {text}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Bar:
+    """A bar with the best variant so far beside it."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress: Progress = Progress(
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=progress_console(),
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._progress.start()
+
+    def begin(self, what: str, goal: int) -> None:
+        """Start the bar anew."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=goal or None)
+
+    def step(self, done: int, goal: int, text: str, important: bool) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, total=goal, description=text)
+
+    def line(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._progress.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+
+class Silence:
+    """Shows nothing."""
+
+    def begin(self, what: str, goal: int) -> None:
+        """Show nothing."""
+
+    def step(self, done: int, goal: int, text: str, important: bool) -> None:
+        """Show nothing."""
+
+    def line(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_view(quiet: bool = False) -> View:
+    """Return a bar if standard error is a terminal, else plain lines; nothing if quiet."""
+    if quiet:
+        return Silence()
+    return Bar() if progress_console().is_terminal else Lines()
+
+
+@dataclass(slots=True)
+class State:
+    """What is known of the problem that is being searched."""
+
+    problem: str
+    default: str
+    done: int = 0
+    goal: int = 0
+    invalid: int = 0
+    best_ms: float | None = None
+    best: str = ""
+    default_ms: float | None = None
+
+    def take(self, variant: str, measurement: Measurement) -> bool:
+        """Count a measurement; return whether it is the best so far."""
+        latency = measurement.latency_ms
+        if not measurement.ok or latency is None:
+            self.invalid += 1
+            return False
+        if variant == self.default:
+            self.default_ms = latency
+        if self.best_ms is not None and latency >= self.best_ms:
+            return False
+        self.best_ms, self.best = latency, variant
+        return True
+
+    @property
+    def text(self) -> str:
+        """One line: trials, invalid ones, the best time and variant."""
+        parts = [f"{self.problem} {self.done}/{self.goal} trials"]
+        if self.invalid:
+            parts.append(f"{self.invalid} invalid")
+        if self.best_ms is not None:
+            gain = f" ({self.default_ms / self.best_ms:.2f}x default)" if self.default_ms else ""
+            parts += [f"best {self.best_ms:.4g} ms{gain}", self.best]
+        return "  ".join(parts)
+
+
+class Tracker:
+    """Hears of a campaign's progress (a ``Listener``) and shows it.
+
+    Args:
+        view: how.
+        problems: how many will be searched, in all.
+    """
+
+    def __init__(self, view: View, problems: int) -> None:
+        self._view, self._problems = view, problems
+        self._number = 0
+        self._proofs = self._proof_goal = 0
+        self._state = State("", "")
+        self.device: Device | None = None
+
+    def problem_started(self, problem: Problem) -> None:
+        """Start anew."""
+        self._number += 1
+        default = ""
+        if self.device is not None:
+            default = operation(problem.op).default_variant(problem, self.device).text
+        self._state = State(problem.text, default)
+        self._view.begin(f"{self._count} {problem.text}", 0)
+
+    def trial_done(
+        self, problem: Problem, variant: Variant, measurement: Measurement, done: int, goal: int
+    ) -> None:
+        """Count a trial."""
+        state = self._state
+        state.done, state.goal = done, goal
+        improved = state.take(variant.text, measurement)
+        self._view.step(done, goal, f"{self._count} {state.text}", improved)
+
+    def problem_done(self, result: Result) -> None:
+        """Say how it ended."""
+        winner = result.winner
+        if winner is None:
+            self._view.line(f"{self._count} {result.problem.text}: no variant passed")
+            return
+        gain = winner.default_latency_ms
+        ratio = f" ({gain / winner.latency_ms:.2f}x default)" if gain else ""
+        self._view.line(
+            f"{self._count} {result.problem.text}: {winner.latency_ms:.4g} ms{ratio}  {winner.text}"
+        )
+
+    def proof_started(self, count: int) -> None:
+        """Say what is about to take a while."""
+        self._proofs, self._proof_goal = 0, count
+        self._view.line(f"proving {count} winners here: compiling, then Triton's interpreter")
+        self._view.begin(f"proof 0/{count}", count)
+
+    def proof_done(self, proof: Proof) -> None:
+        """Say whether a winner held."""
+        self._proofs += 1
+        text = f"proof {self._proofs}/{self._proof_goal}"
+        self._view.step(self._proofs, self._proof_goal, text, False)
+        verdict = f"FAILED: {proof.detail}" if proof.detail else "ok"
+        self._view.line(f"{text} {proof.problem.text}  {proof.variant.text}  {verdict}")
+
+    @property
+    def _count(self) -> str:
+        return f"{self._number}/{self._problems}"

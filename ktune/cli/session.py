@@ -1,0 +1,323 @@
+"""Run the search that ``ktune search`` asks for, and lose nothing on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+from optuna.storages import BaseStorage
+from sqlalchemy.exc import SQLAlchemyError
+
+from ktune import settings
+from ktune.cli import INTERRUPTED
+from ktune.cli.console import note, warn
+from ktune.cli.options import first_line, masked, parse_device
+from ktune.cli.plan import AUTO, Part, make_parts, recording_name
+from ktune.cli.progress import Tracker, make_view
+from ktune.cli.summary import Finding, print_summary
+from ktune.errors import KtuneError, StorageError, TableError, UsageError
+from ktune.search.campaign import Campaign, Result, prove, record
+from ktune.search.recording import Recording, read_recording
+from ktune.search.storage import MEMORY, open_storage, quiet_optuna
+from ktune.search.study import Budget, study_name
+from ktune.search.target import LiveTarget, ReplayTarget, Target
+from ktune.table import check_writable
+
+STORAGE_ERRORS = (StorageError, optuna.exceptions.StorageInternalError, SQLAlchemyError)
+EVERYTHING = 1 << 62
+"""A budget of trials that no space reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for; None where the default holds."""
+
+    spaces: tuple[str, ...]
+    problems: tuple[str, ...]
+    target: str
+    device: str | None
+    trials: int | None
+    timeout_s: float | None
+    seed: int
+    storage: str | None
+    table: Path | None
+    fresh: bool
+    exhaustive: bool
+    record: Path | None
+    proof: bool
+    quiet: bool
+    as_json: bool
+
+
+def run_search(request: Request) -> int:
+    """Search, print the summary, and return the exit code."""
+    index = parse_device(request.device) if request.device else 0
+    recording = recording_name(request.target, request.device)
+    parts = make_parts(request.spaces, request.problems, recording, request.target)
+    session = Session(request, parts, index)
+    try:
+        session.run()
+    except KeyboardInterrupt:
+        session.close()
+        session.say_where()
+        session.report(interrupted=True)
+        return INTERRUPTED
+    except KtuneError:
+        if session.findings:
+            session.report()
+        raise
+    finally:
+        session.close()
+    return session.report()
+
+
+class Session:
+    """The parts of one search, run one after the other.
+
+    Args:
+        request: what was asked.
+        parts: spaces and problems, with what answers.
+        index: of the GPU.
+    """
+
+    def __init__(self, request: Request, parts: list[Part], index: int) -> None:
+        self._request, self._parts, self._index = request, parts, index
+        self.findings: list[Finding] = []
+        self._known = _earlier_recording(request, parts)
+        self._live: LiveTarget | None = None
+        self._failed = False
+        _announce(request, parts)
+        self._table = _writable_table(request.table or settings.table_path())
+        self._storage_name = self._choose_storage()
+        self._storage = self._open_storage()
+        self._view = make_view(request.quiet)
+        self._tracker = Tracker(self._view, sum(len(part.problems) for part in parts))
+
+    def run(self) -> None:
+        """Search every part, and prove what was replayed."""
+        for part in self._parts:
+            with self._target(part) as target:
+                self._check_recording(target)
+                if self._request.fresh:
+                    forget(self._storage, part, target)
+            self._search(part)
+        for part in self._parts:
+            if part.recording is not None and self._request.proof:
+                self._prove(part)
+        self._view.close()
+
+    def close(self) -> None:
+        """End the workers and the bar."""
+        self._view.close()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def report(self, interrupted: bool = False) -> int:
+        """Print the summary and return the exit code."""
+        print_summary(
+            self.findings,
+            self._table,
+            masked(self._storage_name),
+            interrupted,
+            self._request.as_json,
+        )
+        self._warn_of_holes()
+        bad = any(not finding.good for finding in self.findings)
+        return 1 if bad or self._failed else 0
+
+    def say_where(self) -> None:
+        """Say, after an interrupt, what is safe and how to go on."""
+        done, total = len(self.findings), sum(len(part.problems) for part in self._parts)
+        saved = f"winners of {done} of {total} problems are in {self._table}"
+        if self._table is None or not done:
+            saved = f"{done} of {total} problems were finished, and no table was written"
+        if self._storage_name == MEMORY:
+            resume = "This search kept no trials; run the same command again to start over"
+        else:
+            resume = (
+                f"Trials are in {masked(self._storage_name)}; run the same command again to go on"
+            )
+        note(f"interrupted: {saved}. {resume}.")
+
+    def _check_recording(self, target: Target) -> None:
+        """Raise UsageError unless an earlier recording is of this device and protocol."""
+        known = self._known
+        if known is None:
+            return
+        for what, has, is_now in (
+            ("device", known.device.key, target.device.key),
+            ("protocol", known.protocol, target.protocol),
+        ):
+            if has != is_now:
+                raise UsageError(
+                    f"{self._request.record} is of {what} {has}, and this search is of {is_now}; "
+                    "name another file"
+                )
+
+    def _search(self, part: Part) -> None:
+        """Search a part's problems; if the storage fails on the way, go on without it."""
+        todo = list(part.problems)
+        while todo:
+            with self._target(part) as target:
+                campaign = Campaign(
+                    target,
+                    self._storage,
+                    self._table,
+                    self._budget(part),
+                    self._request.seed,
+                    self._tracker,
+                )
+                try:
+                    for result in campaign.run([(part.space, problem) for problem in todo]):
+                        todo.remove(result.problem)
+                        self._keep(part, target, result)
+                except STORAGE_ERRORS as error:
+                    self._leave_storage(error)
+
+    def _keep(self, part: Part, target: Target, result: Result) -> None:
+        saved = self._table is not None and result.entry is not None and not result.table_error
+        self.findings.append(Finding(part, target, result, saved))
+        if result.table_error:
+            warn(f"{result.problem.text} is not saved: {result.table_error}")
+        path = self._request.record
+        if path is None:
+            return
+        self._known = record(target, [result], part.space.op, self._known)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._known.write(path)
+        except (OSError, TableError) as error:
+            self._failed = True
+            warn(f"the recording {path} was not written: {error}")
+
+    def _prove(self, part: Part) -> None:
+        results = [finding.result for finding in self.findings if finding.part is part]
+        if any(result.entry for result in results):
+            with self._target(part) as target:
+                prove(results, target, len(os.sched_getaffinity(0)), self._tracker)
+
+    @contextmanager
+    def _target(self, part: Part) -> Iterator[Target]:
+        """Yield what answers for a part; one live target serves all parts."""
+        target: Target
+        if part.recording is not None:
+            target = ReplayTarget(part.recording)
+        else:
+            self._live = self._live or LiveTarget(self._index)
+            target = self._live
+        self._tracker.device = target.device
+        yield target
+
+    def _budget(self, part: Part) -> Budget | None:
+        asked = self._request
+        if asked.exhaustive:
+            return Budget(EVERYTHING, asked.timeout_s or math.inf)
+        if asked.trials is None and asked.timeout_s is None:
+            return None
+        own = part.space.budget
+        return Budget(asked.trials or own.trials, asked.timeout_s or own.timeout_s)
+
+    def _choose_storage(self) -> str:
+        """Return the storage's name: a replay keeps nothing unless told where."""
+        if self._request.storage:
+            return self._request.storage
+        replay = all(part.recording is not None for part in self._parts)
+        return MEMORY if replay and not os.environ.get(settings.STORAGE) else settings.storage_url()
+
+    def _open_storage(self) -> BaseStorage:
+        """Open the storage; if the one nobody named cannot be used, search without."""
+        try:
+            with quiet_optuna():
+                return open_storage(self._storage_name)
+        except StorageError as error:
+            if self._request.storage or os.environ.get(settings.STORAGE):
+                raise
+            self._storage_name = MEMORY
+            warn(f"{error}\nthis search goes on and keeps no trials")
+            return open_storage(MEMORY)
+
+    def _leave_storage(self, error: Exception) -> None:
+        """Go on in memory, with a fresh target: the old one holds trials of the lost study."""
+        if self._storage_name == MEMORY:
+            raise StorageError(f"the study storage failed: {first_line(error)}") from error
+        name = masked(self._storage_name)
+        warn(f"the storage {name} failed: {first_line(error)}; going on without it")
+        self._storage_name, self._storage = MEMORY, open_storage(MEMORY)
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def _warn_of_holes(self) -> None:
+        holes = sum(finding.unrecorded for finding in self.findings)
+        if holes:
+            warn(
+                f"{holes} variants are not in the recording and count as failed: the search space "
+                "has changed since it was taken"
+            )
+
+
+def forget(storage: BaseStorage, part: Part, target: Target) -> None:
+    """Delete the studies of a part's problems on this target, of whatever space."""
+    families = {
+        study_name(part.space, problem, target).rpartition(" | space ")[0]
+        for problem in part.problems
+    }
+    with quiet_optuna():
+        for summary in optuna.get_all_study_summaries(storage, include_best_trial=False):
+            if summary.study_name.rpartition(" | space ")[0] in families:
+                optuna.delete_study(study_name=summary.study_name, storage=storage)
+
+
+def _announce(request: Request, parts: list[Part]) -> None:
+    """Say what measures; for a replay, whose times these are and of when."""
+    for part in parts:
+        count = f"{len(part.problems)} problem{'s' * (len(part.problems) != 1)}"
+        if part.recording is None:
+            note(f"{part.space.op}: {count}, measured on a GPU of this machine")
+            continue
+        why = "PyTorch sees no GPU here. " if request.target == AUTO else ""
+        versions = ", ".join(f"{k} {v}" for k, v in sorted(part.recording.versions.items()))
+        note(
+            f"{why}{part.space.op}: {count}. Times are REPLAYED, not measured: recorded "
+            f"on {part.recording.device.name}, {part.recording.measured} ({versions})"
+        )
+        if part.left_out:
+            note(f"{part.left_out} problems of the default set are not in the recording")
+
+
+def _writable_table(path: Path) -> Path | None:
+    """Return the path if a table can be written there; else say that nothing will be saved."""
+    try:
+        check_writable(path)
+    except TableError as error:
+        warn(f"{error}\nresults will be printed, and NOT saved")
+        return None
+    return path
+
+
+def _earlier_recording(request: Request, parts: list[Part]) -> Recording | None:
+    """Return the recording that ``--record`` adds to, if there is one already.
+
+    Raises:
+        UsageError: it is of another operation, or several operations are searched.
+    """
+    path = request.record
+    if path is None:
+        return None
+    if len(parts) != 1:
+        raise UsageError(f"--record {path} takes one operation; search one at a time")
+    if not request.exhaustive:
+        warn(f"--record without --exhaustive: {shlex.quote(str(path))} will have gaps")
+    if not path.exists():
+        return None
+    known = read_recording(path)
+    if known.op != parts[0].space.op:
+        raise UsageError(f"{path} records {known.op}, not {parts[0].space.op}; name another file")
+    return known

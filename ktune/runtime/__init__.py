@@ -1,0 +1,1 @@
+"""What runs in a user's program: dispatch, launch and the public torch-shaped functions."""

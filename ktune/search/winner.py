@@ -1,0 +1,86 @@
+"""Choose what a table stores: the default variant, unless another beats it beyond the noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import floor, sqrt
+
+from ktune.bench.measurement import Measurement
+
+FINALISTS = 6
+LEAST_MARGIN = 0.005
+"""A gain under half a per cent is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The result of the finals.
+
+    Attributes:
+        text: the stored variant.
+        latency_ms: its median in the finals.
+        spread_ms: its interquartile range there (or when it was first measured).
+        default_latency_ms: the default variant's median in the finals; None if it has no time.
+        margin: share of the default's time that the winner saves; 0 for the default itself.
+        samples: samples a median rests on.
+    """
+
+    text: str
+    latency_ms: float
+    spread_ms: float
+    default_latency_ms: float | None
+    margin: float
+    samples: int
+
+
+def choose(
+    default: str, samples: Mapping[str, list[float]], measured: Mapping[str, Measurement]
+) -> Winner | None:
+    """Return the winner among the finalists, or None if nothing has a time.
+
+    Args:
+        default: text of the default variant.
+        samples: finals' samples in ms by variant text; paired by index where there are many.
+        measured: first measurements, for the spread where a finalist has a single sample.
+    """
+    medians = {text: statistics.median(values) for text, values in samples.items() if values}
+    if not medians:
+        return None
+    best = min(medians, key=lambda text: (medians[text], text))
+    if default in medians and best != default:
+        gain = _sure_gain(samples[default], samples[best], measured.get(best))
+        if gain < LEAST_MARGIN * medians[default]:
+            best = default
+    base = medians.get(default)
+    margin = 0.0 if base is None else 1.0 - medians[best] / base
+    return Winner(
+        best,
+        medians[best],
+        _spread(samples[best], measured.get(best)),
+        base,
+        max(margin, 0.0),
+        len(samples[best]),
+    )
+
+
+def _sure_gain(slow: list[float], fast: list[float], measured: Measurement | None) -> float:
+    """Return a lower bound, in ms, of what ``fast`` saves against ``slow``.
+
+    With paired samples: the lower end of the 95 % interval of the median difference, by order
+    statistics. With single samples: the difference less the interquartile range.
+    """
+    if len(slow) == len(fast) > 5:
+        differences = sorted(a - b for a, b in zip(slow, fast, strict=True))
+        rank = floor(len(differences) / 2 - 0.98 * sqrt(len(differences)))
+        return differences[max(rank, 0)]
+    noise = (measured.spread_ms or 0.0) if measured else 0.0
+    return statistics.median(slow) - statistics.median(fast) - noise
+
+
+def _spread(values: list[float], measured: Measurement | None) -> float:
+    if len(values) > 3:
+        low, _, high = statistics.quantiles(values, n=4)
+        return high - low
+    return (measured.spread_ms or 0.0) if measured else 0.0
