@@ -464,19 +464,32 @@ def test_c080_huge_magnitudes_are_exact(device):
         assert torch.equal(out, q) and torch.isfinite(lse).all()
 
 
-def test_c083_float32_products_are_ieee_unless_allowed(device, monkeypatch):
+@contextmanager
+def float32_products(precision):
+    """Within, PyTorch's own switch has this value."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_c083_float32_products_are_ieee_unless_allowed(device):
     q, k, v = qkv(1, 1, 128, 32, dtype=torch.float32, device=device)
     truth, _ = plain_attention(q, k, v)
-    assert float((sdpa(q, k, v) - truth).abs().max()) < 1e-5
-    if device.type != "cuda":
-        return
-    matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "fp32_precision", "tf32")
-    error = float((sdpa(q, k, v) - truth).abs().max())
-    assert 1e-5 < error < 1e-2, "TF32 was allowed, and shows"
-    assert [p["tf32"] for p, _ in dispatcher()._bound] == [False, True]
-    monkeypatch.setattr(matmul, "fp32_precision", "ieee")
-    assert float((sdpa(q, k, v) - truth).abs().max()) < 1e-5
+
+    def error():
+        return float((sdpa(q, k, v) - truth).abs().max())
+
+    assert error() < 1e-5
+    with float32_products("ieee"):
+        assert error() < 1e-5
+    if device.type == "cuda":
+        with float32_products("tf32"):
+            assert 1e-5 < error() < 1e-2, "TF32 was allowed, and shows"
+        assert [p["tf32"] for p, _ in dispatcher()._bound] == [False, True]
+        assert error() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, "half"], ids=["float32", "half"])
@@ -706,7 +719,7 @@ def used():
     return list(dispatcher()._bound.values())[-1].match
 
 
-def test_c138_entries_of_few_rows_never_stand_for_many(kernels, no_shipped_tables, tmp_path):
+def test_c138_few_rows_never_stand_for_many(kernels, no_shipped_tables, tmp_path, monkeypatch):
     there, path = dispatch.device_at(big(kernels, 0, where.STAND_IN)), tmp_path / "table.json"
     op = operation("softmax")
     numbers = Provenance(0.1, 0.0, 0.2, 0.5, False, 9, "test", "2026-01-31", 3)
@@ -717,7 +730,7 @@ def test_c138_entries_of_few_rows_never_stand_for_many(kernels, no_shipped_table
         variant = op.default_variant(problem, there).of("softmax", values)
         entries.append(Entry(there.key, problem, variant, render(variant, problem).id, numbers))
     update_table(path, entries)
-    os.environ["KTUNE_TABLE_PATH"] = str(path)  # the test's own: put back after it
+    monkeypatch.setenv("KTUNE_TABLE_PATH", str(path))
     for m, kind in ((8, "exact"), (7, "bucket"), (big(kernels, 2048, 40), "default"), (8192, "")):
         if kind:
             x = randn(m, 100, device=kernels)
