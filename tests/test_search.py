@@ -144,9 +144,7 @@ def test_bad_outcomes_never_win_and_never_fail(space, storage):
     result = search(space, FakeTarget(outcome=outcome), storage, trials=40)
     assert all(m.ok for _, m in result.best())
     assert {m.status for m in result.measurements.values()} >= {"wrong", "timeout", "ok"}
-    study = optuna.load_study(
-        study_name=optuna.get_all_study_names(storage)[0], storage=storage
-    )
+    study = optuna.load_study(study_name=optuna.get_all_study_names(storage)[0], storage=storage)
     assert not study.get_trials(states=(optuna.trial.TrialState.FAIL,))
 
 
@@ -216,8 +214,10 @@ def test_the_winner_is_stored_with_its_margin(space, storage, tmp_path):
     entry = read_table(table).get(H200.key, PROBLEM)
     default = cost(result.default)
     assert entry is not None and result.entry == entry
-    assert cost(entry.variant) == entry.provenance.latency_ms == min(
-        cost(v) for v in space.variants(PROBLEM, H200)
+    assert (
+        cost(entry.variant)
+        == entry.provenance.latency_ms
+        == min(cost(v) for v in space.variants(PROBLEM, H200))
     )
     assert entry.provenance.margin == pytest.approx(1 - entry.provenance.latency_ms / default)
 

@@ -13,7 +13,7 @@ import pytest
 from ktune.bench.worker import Pool, Task, Worker, WorkerDied, WorkerError, WorkerTimeout
 
 HERE = "tests_worker_tasks"
-TASKS = '''
+TASKS = """
 import os, signal, sys, time
 def add(a, b): return a + b
 def env(name): return os.environ.get(name)
@@ -23,7 +23,7 @@ def crash(): os.kill(os.getpid(), signal.SIGKILL)
 def leave(): os._exit(7)
 def shout(): print("noise" * 1000); sys.stdout.flush(); return 1
 def pid(): return os.getpid()
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_returns_results_and_keeps_its_process(worker):
 
 
 def test_an_exception_is_one_line_and_the_worker_goes_on(worker):
-    with pytest.raises(WorkerError, match="^ValueError: first line$"):
+    with pytest.raises(WorkerError, match=r"^ValueError: first line$"):
         call(worker, "fail")
     assert call(worker, "add", 1, 1) == 2
 

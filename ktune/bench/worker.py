@@ -16,12 +16,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from ktune.errors import KtuneError
+from ktune.errors import KtuneError, UsageError
 from ktune.operations import operation, references
 
 START_S = 120.0
@@ -215,7 +216,8 @@ def _serve(connection: Connection) -> None:
             return
         try:
             for reference in own_operations:
-                operation(reference)
+                with suppress(UsageError):  # a task that needs it will say so
+                    operation(reference)
             module, _, function = name.partition(":")
             result = (True, getattr(importlib.import_module(module), function)(*arguments))
         except Exception as error:
