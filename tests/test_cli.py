@@ -570,11 +570,12 @@ class TestCheck:
 
 
 class TestTable:
-    def test_nothing_yet(self):
+    def test_the_shipped_table_is_there_before_any_search(self):
         result = ktune("table", "show")
-        assert (result.exit_code, result.stdout) == (0, "")
-        assert "ktune search" in result.stderr
-        assert document(ktune("table", "list", "--json"))["tables"] == []
+        assert result.exit_code == 0
+        assert "NVIDIA H200" in result.stdout
+        tables = document(ktune("table", "list", "--json"))["tables"]
+        assert {Path(table["path"]).name for table in tables} == {"nvidia-h200.json"}
 
     def test_show_list_merge_diff(self, recording, tmp_path):
         first, second, both = (tmp_path / f"{n}.json" for n in ("first", "second", "both"))

@@ -211,7 +211,7 @@ def test_a_storage_that_cannot_be_opened_says_what_to_do(tmp_path):
 def test_the_winner_is_stored_with_its_margin(space, storage, tmp_path):
     table = tmp_path / "table.json"
     (result,) = campaign(space, FakeTarget(), storage, table, trials=60)
-    entry = read_table(table).get(H200.key, PROBLEM)
+    entry = read_table(table).get(H200, PROBLEM)
     default = cost(result.default)
     assert entry is not None and result.entry == entry
     assert (
@@ -331,4 +331,4 @@ def test_kill_9_loses_at_most_the_trial_in_flight(space, tmp_path):
     campaign(space, target, open_storage(url), table, trials=60)
     assert time.monotonic() - started < 60
     assert 60 - 13 <= len(target.asked) <= 60 - 10
-    assert read_table(table).get(H200.key, PROBLEM) is not None
+    assert read_table(table).get(H200, PROBLEM) is not None

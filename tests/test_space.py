@@ -469,7 +469,7 @@ def test_completion_is_nearest_to_the_default() -> None:
         assert found.values == {
             **default.values,
             **{"rescale": "conditional", "rescale_threshold": 8.0, "rescale_granularity": "row"},
-        } | {name: found.values[name] for name in ("block_n", "num_stages")}
+        } | {name: found.values[name] for name in ("block_n", "num_stages", "load")}
 
 
 def test_completion_says_why_there_is_none(minimal: Space) -> None:

@@ -1,0 +1,194 @@
+"""Attention with an online softmax, forward.
+
+Rendered by ktune from templates/attention/forward.py.jinja. Do not edit.
+
+Parameters:
+    block_m=64
+    block_n=64
+    load=descriptor
+    normalization=deferred
+    rescale=always
+    tile_order=reversed_across_heads
+Structure:
+    block_d=64
+    causal=upper_left
+    count_rescales=false
+    head_dim=64
+    input_precision=ieee
+    return_lse=true
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Configuration
+BLOCK_M: tl.constexpr = tl.constexpr(64)  # query rows per program
+BLOCK_N: tl.constexpr = tl.constexpr(64)  # keys per tile
+BLOCK_D: tl.constexpr = tl.constexpr(64)  # columns of a tile
+INPUT_PRECISION: tl.constexpr = tl.constexpr("ieee")  # of float32 products
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)  # log(x) is log2(x) * LN2
+
+
+@triton.jit
+def online_start(rows: tl.constexpr):
+    """Return the state of rows of which nothing was seen yet."""
+    m_i = tl.full([rows], float("-inf"), tl.float32)
+    l_i = tl.zeros([rows], tl.float32)
+    return m_i, l_i
+
+
+@triton.jit
+def online_exp(x, m, scale_log2):
+    """Return the exponential of ``x`` referred to the maximum ``m``; one multiply-add a score.
+
+    A reference of -inf stands for nothing seen yet and counts as 0, so that no NaN arises. From
+    2**27 on, the rounding of ``m * scale`` would show in the exponent, while scores that differ
+    at all differ by more than an exponential can tell: there the scale is cut to a power of two,
+    which makes the product exact and the largest exponent 0.
+    """
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    scale = tl.zeros_like(m_safe) + scale_log2
+    power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.abs(m_safe * scale) < 134217728.0, scale, power)
+    return tl.exp2(x * scale - m_safe * scale)
+
+
+@triton.jit
+def online_update(m_i, l_i, s, scale_log2):
+    """Take in a tile of scores; the reference of a row is its maximum so far."""
+    m_new = tl.maximum(m_i, tl.max(s, axis=1))
+    alpha = online_exp(m_i, m_new, scale_log2)
+    p = online_exp(s, m_new[:, None], scale_log2)
+    l_new = l_i * alpha + tl.sum(p, axis=1)
+    moved = m_new > m_i
+    return p, m_new, l_new, alpha, moved
+
+
+@triton.jit
+def online_rescale(acc, alpha, moved):
+    """Refer an accumulator to the new reference."""
+    return acc * alpha[:, None]
+
+
+@triton.jit
+def online_finish(acc, l_i, dtype: tl.constexpr):
+    """Divide an accumulator by its row sums; a row that saw nothing gives 0.
+
+    Only the sum tells an empty row: a NaN score leaves the sum NaN, and the row is NaN. An exact
+    division is slow, and shows in float32 results alone.
+    """
+    out = acc * (1.0 / l_i)[:, None]
+    if dtype == tl.float32:
+        out = tl.div_rn(acc, l_i[:, None])
+    return tl.where(l_i[:, None] == 0.0, 0.0, out).to(dtype)
+
+
+@triton.jit
+def online_lse(m_i, l_i, scale_log2):
+    """Return the log-sum-exp of each row as a natural logarithm; -inf if it saw nothing."""
+    return (m_i * scale_log2 + tl.log2(l_i)) * LN2
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k"])
+def attention_forward(
+    q_desc, k_desc, v_desc, out_desc,
+    lse_ptr,
+    num_heads, group, seqlen_q, seqlen_k, scale_log2,
+):  # fmt: skip
+    """Write ``BLOCK_M`` rows of the output of one head; ``group`` heads share keys and values."""
+    pid = tl.program_id(0)
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    # The last tile of a head sees the most keys, so those of all heads start first.
+    batch_heads = tl.num_programs(0) // num_tiles
+    batch_head = pid % batch_heads
+    start_m = (num_tiles - 1 - pid // batch_heads) * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    kv_head = head // group
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, BLOCK_D)
+
+    # Row i sees keys j <= i: the first row sees start_m + 1 keys, the last one BLOCK_M - 1 more.
+    last_key = tl.minimum(offs_m, seqlen_k - 1)
+    full_end = tl.minimum(start_m + 1, seqlen_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + BLOCK_M, seqlen_k)
+
+    m_i, l_i = online_start(BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Tiles that all rows see whole.
+    for start_n in tl.range(0, full_end, BLOCK_N):
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        p, m_new, l_new, alpha, moved = online_update(m_i, l_i, s, scale_log2)
+        acc = online_rescale(acc, alpha, moved)
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        m_i = m_new
+        l_i = l_new
+
+    # The diagonal and the ragged end.
+    for start_n in tl.range(full_end, end, BLOCK_N):
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        s = tl.where(offs_n[None, :] <= last_key[:, None], s, float("-inf"))
+        p, m_new, l_new, alpha, moved = online_update(m_i, l_i, s, scale_log2)
+        acc = online_rescale(acc, alpha, moved)
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        m_i = m_new
+        l_i = l_new
+
+    dtype: tl.constexpr = out_desc.dtype
+    out = online_finish(acc, l_i, dtype)
+    out_desc.store([batch, head, start_m, 0], out.reshape(1, 1, BLOCK_M, BLOCK_D))
+    lse = online_lse(m_i, l_i, scale_log2)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse, mask=offs_m < seqlen_q)
+
+
+def describe(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe tiles of ``rows`` rows; what lies outside of a head reads as 0 and is not written.
+
+    The stride of a dimension of size 1 never matters, but it must be a legal one.
+    """
+    shape = list(tensor.shape)
+    strides = [BLOCK_D.value if shape[i] == 1 else tensor.stride(i) for i in range(3)]
+    return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, BLOCK_D.value])
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    **options: int,
+) -> None:
+    """Write the attention of ``q`` [b, h, sq, d] over ``k`` and ``v`` [b, hkv, sk, d] to ``out``.
+
+    All have an inner stride of 1; ``scale`` is positive. A row that sees no key gives 0.
+    ``lse`` [b, h, sq] is contiguous and gets the log-sum-exp of each row, a natural logarithm.
+    """
+    batch, num_heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
+    if out.numel() == 0:
+        return
+    if seqlen_k == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
+    grid = (batch * num_heads * triton.cdiv(seqlen_q, BLOCK_M.value),)
+    attention_forward[grid](
+        describe(q, BLOCK_M.value),
+        describe(k, BLOCK_N.value),
+        describe(v, BLOCK_N.value),
+        describe(out, BLOCK_M.value),
+        lse,
+        num_heads, num_heads // k.shape[1], seqlen_q, seqlen_k, scale * 1.4426950408889634,
+        **options,
+    )  # fmt: skip

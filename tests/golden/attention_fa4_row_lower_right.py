@@ -1,0 +1,213 @@
+"""Attention with an online softmax, forward.
+
+Rendered by ktune from templates/attention/forward.py.jinja. Do not edit.
+
+Parameters:
+    block_m=64
+    block_n=64
+    load=pointer
+    normalization=deferred
+    rescale=conditional
+    rescale_granularity=row
+    rescale_threshold=8.0
+    tile_order=reversed
+Structure:
+    block_d=128
+    causal=lower_right
+    count_rescales=false
+    head_dim=80
+    input_precision=ieee
+    return_lse=false
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Configuration
+BLOCK_M: tl.constexpr = tl.constexpr(64)  # query rows per program
+BLOCK_N: tl.constexpr = tl.constexpr(64)  # keys per tile
+BLOCK_D: tl.constexpr = tl.constexpr(128)  # columns of a tile
+HEAD_DIM: tl.constexpr = tl.constexpr(80)  # columns that exist
+INPUT_PRECISION: tl.constexpr = tl.constexpr("ieee")  # of float32 products
+
+
+@triton.jit
+def online_start(rows: tl.constexpr):
+    """Return the state of rows of which nothing was seen yet."""
+    m_i = tl.full([rows], float("-inf"), tl.float32)
+    l_i = tl.zeros([rows], tl.float32)
+    return m_i, l_i
+
+
+@triton.jit
+def online_exp(x, m, scale_log2):
+    """Return the exponential of ``x`` referred to the maximum ``m``; one multiply-add a score.
+
+    A reference of -inf stands for nothing seen yet and counts as 0, so that no NaN arises. From
+    2**27 on, the rounding of ``m * scale`` would show in the exponent, while scores that differ
+    at all differ by more than an exponential can tell: there the scale is cut to a power of two,
+    which makes the product exact and the largest exponent 0.
+    """
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    scale = tl.zeros_like(m_safe) + scale_log2
+    power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.abs(m_safe * scale) < 134217728.0, scale, power)
+    return tl.exp2(x * scale - m_safe * scale)
+
+
+RESCALE_THRESHOLD: tl.constexpr = tl.constexpr(8.0)  # log2 units
+
+
+@triton.jit
+def online_update(m_i, l_i, s, scale_log2):
+    """Take in a tile of scores; a row's reference moves only if its maximum rose by enough.
+
+    The rise above a reference of -inf is infinite, so the first visible score always moves it.
+    """
+    m_top = tl.maximum(m_i, tl.max(s, axis=1))
+    moved = (m_top - m_i) * scale_log2 > RESCALE_THRESHOLD
+    m_new = tl.where(moved, m_top, m_i)
+    alpha = online_exp(m_i, m_new, scale_log2)
+    p = online_exp(s, m_new[:, None], scale_log2)
+    l_new = l_i * alpha + tl.sum(p, axis=1)
+    return p, m_new, l_new, alpha, moved
+
+
+@triton.jit
+def online_rescale(acc, alpha, moved):
+    """Refer an accumulator to the new reference; ``alpha`` is 1 in a row that did not move."""
+    return acc * alpha[:, None]
+
+
+@triton.jit
+def online_finish(acc, l_i, dtype: tl.constexpr):
+    """Divide an accumulator by its row sums; a row that saw nothing gives 0.
+
+    Only the sum tells an empty row: a NaN score leaves the sum NaN, and the row is NaN. An exact
+    division is slow, and shows in float32 results alone.
+    """
+    out = acc * (1.0 / l_i)[:, None]
+    if dtype == tl.float32:
+        out = tl.div_rn(acc, l_i[:, None])
+    return tl.where(l_i[:, None] == 0.0, 0.0, out).to(dtype)
+
+
+@triton.jit
+def load_tile(base, start, stride, rows: tl.constexpr):
+    """Load rows from ``start`` on, all of which exist."""
+    offs_r = tl.arange(0, rows).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    tile = base + tl.cast(start, tl.int64) * stride
+    return tl.load(tile + offs_r * stride + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def load_ragged_tile(base, start, stride, end, rows: tl.constexpr):
+    """Load rows from ``start`` on; those from ``end`` on are 0."""
+    offs_r = tl.arange(0, rows).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    tile = base + tl.cast(start, tl.int64) * stride
+    mask = (start + offs_r < end) & (offs_d < HEAD_DIM)
+    return tl.load(tile + offs_r * stride + offs_d, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k"])
+def attention_forward(
+    q_ptr, stride_qb, stride_qh, stride_qs,
+    k_ptr, stride_kb, stride_kh, stride_ks,
+    v_ptr, stride_vb, stride_vh, stride_vs,
+    out_ptr, stride_ob, stride_oh, stride_os,
+    num_heads, group, seqlen_q, seqlen_k, scale_log2,
+):  # fmt: skip
+    """Write ``BLOCK_M`` rows of the output of one head; ``group`` heads share keys and values."""
+    pid = tl.program_id(0)
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    # The last tile of a head sees the most keys, so it starts first.
+    batch_head = pid // num_tiles
+    start_m = (num_tiles - 1 - pid % num_tiles) * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    kv_head = head // group
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    batch_offset = batch.to(tl.int64)
+    head_offset = head.to(tl.int64)
+    kv_head_offset = kv_head.to(tl.int64)
+    q_base = q_ptr + batch_offset * stride_qb + head_offset * stride_qh
+    k_base = k_ptr + batch_offset * stride_kb + kv_head_offset * stride_kh
+    v_base = v_ptr + batch_offset * stride_vb + kv_head_offset * stride_vh
+    q = load_ragged_tile(q_base, start_m, stride_qs, seqlen_q, BLOCK_M)
+
+    # Row i sees keys j <= i + diagonal; the last row of all sees every key.
+    diagonal = seqlen_k - seqlen_q
+    last_key = tl.minimum(offs_m + diagonal, seqlen_k - 1)
+    full_end = tl.maximum(start_m + diagonal + 1, 0)
+    full_end = tl.minimum(full_end, seqlen_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + diagonal + BLOCK_M, seqlen_k)
+
+    m_i, l_i = online_start(BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Tiles that all rows see whole.
+    for start_n in tl.range(0, full_end, BLOCK_N):
+        k = load_tile(k_base, start_n, stride_ks, BLOCK_N)
+        s = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        p, m_new, l_new, alpha, moved = online_update(m_i, l_i, s, scale_log2)
+        acc = online_rescale(acc, alpha, moved)
+        v = load_tile(v_base, start_n, stride_vs, BLOCK_N)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        m_i = m_new
+        l_i = l_new
+
+    # The diagonal and the ragged end.
+    for start_n in tl.range(full_end, end, BLOCK_N):
+        k = load_ragged_tile(k_base, start_n, stride_ks, seqlen_k, BLOCK_N)
+        s = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        s = tl.where(offs_n[None, :] <= last_key[:, None], s, float("-inf"))
+        p, m_new, l_new, alpha, moved = online_update(m_i, l_i, s, scale_log2)
+        acc = online_rescale(acc, alpha, moved)
+        v = load_ragged_tile(v_base, start_n, stride_vs, seqlen_k, BLOCK_N)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        m_i = m_new
+        l_i = l_new
+
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = online_finish(acc, l_i, dtype)
+    offs_d = tl.arange(0, BLOCK_D)
+    out_base = out_ptr + batch_offset * stride_ob + head_offset * stride_oh
+    out_tile = out_base + offs_m[:, None].to(tl.int64) * stride_os + offs_d[None, :]
+    mask = (offs_m[:, None] < seqlen_q) & (offs_d[None, :] < HEAD_DIM)
+    tl.store(out_tile, out, mask=mask)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: None,
+    scale: float,
+    **options: int,
+) -> None:
+    """Write the attention of ``q`` [b, h, sq, d] over ``k`` and ``v`` [b, hkv, sk, d] to ``out``.
+
+    All have an inner stride of 1; ``scale`` is positive. A row that sees no key gives 0.
+    """
+    batch, num_heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
+    if out.numel() == 0:
+        return
+    if seqlen_k == 0:
+        out.zero_()
+        return
+    grid = (batch * num_heads * triton.cdiv(seqlen_q, BLOCK_M.value),)
+    attention_forward[grid](
+        q, *q.stride()[:3],
+        k, *k.stride()[:3],
+        v, *v.stride()[:3],
+        out, *out.stride()[:3],
+        num_heads, num_heads // k.shape[1], seqlen_q, seqlen_k, scale * 1.4426950408889634,
+        **options,
+    )  # fmt: skip
