@@ -41,7 +41,7 @@ def structural_variants():
                 yield pytest.param(problem, variant, id=f"{text} {variant.text}")
 
 
-@pytest.mark.parametrize(("problem", "variant"), structural_variants())
+@pytest.mark.parametrize(("problem", "variant"), list(structural_variants()))
 def test_structural_variant_is_right(problem, variant):
     values = variant.values
     if problem.op == "attention":
