@@ -63,7 +63,7 @@ def make_recording(path: Path, problems=(SMALL,), baselines=True, outcome=fake_o
     space = load_space("softmax")
     roofs = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0}
     versions = {"torch": "2.11.0", "triton": "3.6.0"}
-    recording = Recording("softmax", H200, "made-up", "2026-01-02", versions, roofs)
+    recording = Recording("softmax", H200, "made-up", "2026-01-02", versions, roofs, "x")
     for text in problems:
         problem = space.problem_set(text)[0]
         outcomes = {v.text: outcome(v.text) for v in space.variants(problem, H200)}

@@ -129,7 +129,7 @@ def recording():
     return Recording(
         "attention", H200, "test-protocol", "2026-01-02", {"torch": "2"},
         {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 800.0},
-        {TIMED.text: RecordedProblem(outcomes)},
+        "x", {TIMED.text: RecordedProblem(outcomes)},
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def test_command_for_softmax_has_no_counts(tmp_path):
     problem = parse_problem("softmax m=8 n=4097")
     space = load_space("softmax")
     outcomes = {v.text: Measurement("ok", 1.0, 0.1, 9) for v in space.variants(problem, H200)}
-    recording = Recording("softmax", H200, "p", "2026-01-02", {}, {}, {})
+    recording = Recording("softmax", H200, "p", "2026-01-02", {}, {}, "x")
     recording.problems[problem.text] = RecordedProblem(outcomes)
     recording.write(tmp_path / "softmax.json")
     result = run(

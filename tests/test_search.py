@@ -15,6 +15,7 @@ import optuna
 import pytest
 
 from ktune.bench.measurement import Measurement
+from ktune.codegen import template_digest
 from ktune.device import Device
 from ktune.errors import RecordingError, StorageError
 from ktune.operations import operation, parse_problem
@@ -258,7 +259,7 @@ def test_axes_keep_the_order_of_sizes(choices, name, low):
 
 
 def recording(space, problems=(PROBLEM,)) -> Recording:
-    made = Recording("softmax", H200, "fake", "2026-01-01", {"torch": "2.11"}, {})
+    made = Recording("softmax", H200, "fake", "2026-01-01", {"torch": "2.11"}, {}, "x")
     for problem in problems:
         outcomes = {
             v.text: Measurement("ok", cost(v), 0.001, 20) for v in space.variants(problem, H200)
@@ -279,6 +280,13 @@ def test_a_recording_reads_back_and_replays(space, storage, tmp_path):
     assert result.entry.provenance.replayed_from == "NVIDIA H200, 2026-01-01"
     read.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_recording_knows_when_the_templates_have_changed(space):
+    made = recording(space)
+    assert made.stale
+    made.templates = template_digest("softmax")
+    assert not made.stale
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"kind": "ktune-recording"}', '{"schema": 9}'])

@@ -288,6 +288,8 @@ def _announce(request: Request, parts: list[Part]) -> None:
             f"{why}{part.space.op}: {count}. Times are REPLAYED, not measured: recorded "
             f"on {part.recording.device.name}, {part.recording.measured} ({versions})"
         )
+        if part.recording.stale:
+            warn("the templates have changed since: the times are of kernels that no longer exist")
         if part.left_out:
             note(f"{part.left_out} problems of the default set are not in the recording")
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ktune.codegen.module import load_module
-from ktune.codegen.render import Source, render
+from ktune.codegen.render import Source, render, template_digest
 
-__all__ = ["Source", "load_module", "render"]
+__all__ = ["Source", "load_module", "render", "template_digest"]

@@ -125,6 +125,16 @@ def template_variables(op: str, template: str) -> frozenset[str]:
     return frozenset(found - FIXED_CONTEXT)
 
 
+def template_digest(op: str) -> str:
+    """Return a short hash of the operation's templates and of those it may share.
+
+    Times recorded under another digest are those of other kernels.
+    """
+    folders = [Path(folder) / part for folder in template_folders(op) for part in (op, "online")]
+    files = [path for folder in folders for path in sorted(folder.glob("*.jinja"))]
+    return short_hash("\0".join(path.read_text(encoding="utf-8") for path in files))
+
+
 def _parse(folders: tuple[str, ...], name: str) -> nodes.Template:
     env = environment(folders)
     assert env.loader is not None

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from ktune.bench.measurement import Measurement
 from ktune.bench.tasks import COMPILE, COMPILER, INTERPRET, INTERPRETER
 from ktune.bench.worker import Pool, Task, WorkerError
-from ktune.codegen import render
+from ktune.codegen import render, template_digest
 from ktune.errors import TableError
 from ktune.operations import operation
 from ktune.problem import Problem
@@ -247,7 +247,13 @@ def record(
 ) -> Recording:
     """Return the recording of an exhaustive search's results, added to an earlier one."""
     recording = known or Recording(
-        op, target.device, target.protocol, target.measured, target.versions, target.roofs
+        op,
+        target.device,
+        target.protocol,
+        target.measured,
+        target.versions,
+        target.roofs,
+        template_digest(op),
     )
     for result in results:
         recording.problems[result.problem.text] = RecordedProblem(

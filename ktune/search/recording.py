@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktune.bench.measurement import Measurement
+from ktune.codegen import template_digest
 from ktune.device import Device
 from ktune.errors import RecordingError
 from ktune.files import write_atomically
@@ -42,7 +43,11 @@ class RecordedProblem:
 
 @dataclass(slots=True)
 class Recording:
-    """The outcomes of one operation on one device, with provenance."""
+    """The outcomes of one operation on one device, with provenance.
+
+    Attributes:
+        templates: digest of the templates that were rendered (``codegen.template_digest``).
+    """
 
     op: str
     device: Device
@@ -50,12 +55,18 @@ class Recording:
     measured: str
     versions: dict[str, str]
     roofs: dict[str, float]
+    templates: str
     problems: dict[str, RecordedProblem] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         """One line that says what is replayed: device and date."""
         return f"{self.device.name}, {self.measured}"
+
+    @property
+    def stale(self) -> bool:
+        """Whether the templates have changed since: the times are then of other kernels."""
+        return self.templates != template_digest(self.op)
 
     def problem(self, problem: Problem) -> RecordedProblem:
         """Return what was seen on a problem.
@@ -86,6 +97,7 @@ def _dump(recording: Recording) -> str:
         "measured": recording.measured,
         "versions": recording.versions,
         "roofs": recording.roofs,
+        "templates": recording.templates,
     }
     lines = json.dumps(head, indent=1, sort_keys=True).removesuffix("\n}") + ',\n "problems": {'
     blocks = []
@@ -149,6 +161,7 @@ def _load(values: dict[str, Any]) -> Recording:
         measured=values["measured"],
         versions=values["versions"],
         roofs=values["roofs"],
+        templates=values["templates"],
         problems=problems,
     )
 
