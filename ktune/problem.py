@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,23 @@ class Problem:
         for name in changes:
             _ = self[name]
         return Problem(self.op, tuple((k, changes.get(k, v)) for k, v in self.fields))
+
+
+def separation(one: Problem, other: Problem) -> tuple[int, float]:
+    """Return how far two problems of one operation are apart.
+
+    First how many words and flags differ, then the sum of the differences of sizes in octaves.
+    """
+    has = dict(other.fields)
+    words, octaves = 0, 0.0
+    for name, value in one:
+        against = has.get(name)
+        sizes = isinstance(value, int) and isinstance(against, int)
+        if sizes and not isinstance(value, bool):
+            octaves += abs(math.log2(max(int(value), 1) / max(int(against or 0), 1)))
+        else:
+            words += value != against
+    return words, octaves
 
 
 def short_hash(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from platformdirs import user_cache_path, user_data_path
@@ -14,6 +15,7 @@ TABLE_PATH = "KTUNE_TABLE_PATH"
 STORAGE = "KTUNE_STORAGE"
 STRICT = "KTUNE_STRICT"
 DISABLE = "KTUNE_DISABLE"
+HEARTBEAT = "KTUNE_HEARTBEAT_S"
 
 
 def cache_dir() -> Path:
@@ -38,6 +40,19 @@ def storage_url() -> str:
     """Return the Optuna storage URL; by default an SQLite file in the cache folder."""
     value = os.environ.get(STORAGE)
     return value or f"sqlite:///{cache_dir() / 'studies.sqlite3'}"
+
+
+def heartbeat_s() -> int:
+    """Return the seconds between a trial's heartbeats; after three it is given to another."""
+    value = os.environ.get(HEARTBEAT) or "20"
+    if not value.isdecimal() or not int(value):
+        raise SettingsError(f"{HEARTBEAT}={value!r} is not understood; set it to whole seconds")
+    return int(value)
+
+
+def masked(url: str) -> str:
+    """Return a URL without its password."""
+    return re.sub(r"(://[^:/@]+):[^@]*@", r"\1:***@", url)
 
 
 def strict() -> bool:

@@ -20,14 +20,16 @@ from ktune.device import Device
 from ktune.errors import RecordingError, StorageError
 from ktune.operations import operation, parse_problem
 from ktune.search.campaign import Campaign
+from ktune.search.effort import Effort
 from ktune.search.parameters import Axis
 from ktune.search.recording import RecordedProblem, Recording, find_recording, read_recording
 from ktune.search.storage import open_storage, quiet_optuna
-from ktune.search.study import Budget, ProblemSearch
-from ktune.search.target import ReplayTarget
+from ktune.search.replay import ReplayTarget
+from ktune.search.study import Ground, ProblemSearch
+from ktune.search.target import Spent
 from ktune.search.winner import choose
 from ktune.space import Parameter, load_space
-from ktune.table import read_table
+from ktune.table import read_table, update_table
 from ktune.variant import Variant
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 60 << 20, 140)
@@ -50,18 +52,25 @@ class FakeTarget:
         self.device, self.protocol, self.measured = H200, "fake", "2026-01-01"
         self.versions, self.roofs, self.replayed_from = {}, {}, None
         self.capacity, self.asked, self._queue = capacity, [], deque()
+        self.spent = Spent()
         self._outcome = outcome or (lambda variant: Measurement("ok", cost(variant), 0.001, 20))
+
+    def now(self):
+        return float(len(self.asked))
 
     def submit(self, problem, variant):
         self.asked.append(variant.text)
-        self._queue.append(variant)
+        self._queue.append((problem, variant))
 
     def next(self):
-        variant = self._queue.popleft()
-        return variant, self._outcome(variant)
+        problem, variant = self._queue.popleft()
+        return problem, variant, self._outcome(variant)
 
     def finals(self, problem, variants, baselines):
         return {variant.text: [cost(variant)] * 20 for variant in variants}
+
+    def verify(self, problem, variant):
+        return ""
 
     def close(self):
         pass
@@ -84,15 +93,19 @@ def storage():
     return open_storage("memory")
 
 
-def search(space, target, storage, trials=20, seed=0, problem=PROBLEM):
-    default = operation("softmax").default_variant(problem, H200)
-    with quiet_optuna():
-        return ProblemSearch(space, problem, target, storage, seed).run(Budget(trials), default)
+def campaign(space, target, storage, table=None, trials=20, problems=(PROBLEM,), **effort):
+    def sink(entries, device):
+        if table:
+            update_table(table, entries, [device])
 
-
-def campaign(space, target, storage, table, trials=20, problems=(PROBLEM,)):
     work = [(space, problem) for problem in problems]
-    return list(Campaign(target, storage, table, Budget(trials), 0, Silent()).run(work))
+    plan = Effort(trials=trials, **effort)
+    return list(Campaign(target, storage, sink, plan, Silent()).run(work))
+
+
+def search(space, target, storage, trials=20, seed=0, problem=PROBLEM, **effort):
+    options = {"trials": trials, "seed": seed, "problems": [problem], **effort}
+    return campaign(space, target, storage, **options)[0].outcome
 
 
 def test_the_default_is_measured_first_then_the_seeds(space, storage):
@@ -142,7 +155,7 @@ def test_bad_outcomes_never_win_and_never_fail(space, storage):
             return Measurement(status, detail="made up")
         return Measurement("ok", cost(variant), 0.001, 20)
 
-    result = search(space, FakeTarget(outcome=outcome), storage, trials=40)
+    result = search(space, FakeTarget(outcome=outcome), storage, trials=40, sampler="random")
     assert all(m.ok for _, m in result.best())
     assert {m.status for m in result.measurements.values()} >= {"wrong", "timeout", "ok"}
     study = optuna.load_study(study_name=optuna.get_all_study_names(storage)[0], storage=storage)
@@ -197,8 +210,8 @@ def test_another_device_and_an_edited_template_share_nothing(space, storage, mon
     search(space, other, storage, trials=10)
     assert len(other.asked) == 10
     edited = FakeTarget()
-    render = ProblemSearch._key
-    monkeypatch.setattr(ProblemSearch, "_key", lambda self, v: "edited " + render(self, v))
+    key = Ground.key
+    monkeypatch.setattr(Ground, "key", lambda self, v: "edited " + key(self, v))
     search(space, edited, storage, trials=10)
     assert len(edited.asked) == 10
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 import signal
 import subprocess
@@ -145,33 +146,59 @@ class Worker:
 
 
 class Pool:
-    """Several workers; tasks go in by ``submit`` and come out, as they end, by ``next``."""
+    """Several workers; tasks go in by ``submit`` and come out, as they end, by ``next``.
+
+    Whoever waits for other things too waits on ``connections`` until ``deadline``, and then takes
+    what has ended by ``collect``.
+    """
 
     def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
         self._idle = [Worker(environment) for _ in range(size)]
         self._busy: dict[Any, Worker] = {}
         self._waiting: deque[tuple[Any, Task, float]] = deque()
+        self._ended: deque[tuple[Any, Any]] = deque()
 
     def __len__(self) -> int:
-        return len(self._busy) + len(self._waiting)
+        return len(self._busy) + len(self._waiting) + len(self._ended)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a task has ended that ``collect`` has not yet returned."""
+        return bool(self._ended)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Become readable when a task ends or its worker dies."""
+        return [worker.connection for worker in self._busy.values()]
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time at which the first task is out of time; infinite if none runs."""
+        return min((worker.deadline for worker in self._busy.values()), default=math.inf)
 
     def submit(self, key: Any, task: Task, timeout_s: float) -> None:
         """Queue a task under a key of your choice."""
         self._waiting.append((key, task, timeout_s))
         self._feed()
 
-    def next(self) -> tuple[Any, Any]:
-        """Wait for any task to end and return its key and its result or its WorkerError."""
-        self._feed()
-        soonest = min(worker.deadline for worker in self._busy.values())
-        left = max(0.0, soonest - time.monotonic())
-        ready = wait([worker.connection for worker in self._busy.values()], left)
+    def collect(self) -> list[tuple[Any, Any]]:
+        """Return the key and the result, or the WorkerError, of every task that has ended."""
+        ready = set(wait(self.connections, 0))
         for key, worker in list(self._busy.items()):
             if worker.connection in ready or worker.deadline <= time.monotonic():
                 del self._busy[key]
+                self._ended.append((key, _outcome(worker)))
                 self._idle.append(worker)
-                return key, _outcome(worker)
-        return self.next()
+        self._feed()
+        ended, self._ended = list(self._ended), deque()
+        return ended
+
+    def next(self) -> tuple[Any, Any]:
+        """Wait for any task to end and return its key and its result or its WorkerError."""
+        while not self._ended:
+            wait(self.connections, max(0.0, self.deadline - time.monotonic()))
+            self._ended.extend(self.collect())
+        return self._ended.popleft()
 
     def close(self) -> None:
         """Kill all workers."""
@@ -179,12 +206,18 @@ class Pool:
             worker.kill()
         self._busy.clear()
         self._waiting.clear()
+        self._ended.clear()
 
     def _feed(self) -> None:
         while self._waiting and self._idle:
             key, task, timeout_s = self._waiting.popleft()
             worker = self._idle.pop()
-            worker.start(task, timeout_s)
+            try:
+                worker.start(task, timeout_s)
+            except WorkerDied as error:
+                self._ended.append((key, error))
+                self._idle.append(worker)
+                continue
             self._busy[key] = worker
 
 

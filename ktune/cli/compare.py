@@ -82,7 +82,7 @@ def compare(
     if plot is not None:
         require_matplotlib(plot)
     request = Request(axis, space, chosen, kinds, problems, trials)
-    recording = recording_name(target, device)
+    recording = recording_name(target, [device] if device else [])
     if recording is None:
         found = _live(request, parse_device(device or "cuda:0"))
     else:
@@ -136,9 +136,9 @@ def _live(request: Request, index: int) -> list[Comparison]:
         time_lines,
         usual_problem,
     )
-    from ktune.search.target import LiveTarget
+    from ktune.search.live import LiveTarget
 
-    target = LiveTarget(index)
+    target = LiveTarget([f"cuda:{index}"])
     try:
         usual = usual_problem(request.space, request.strategies, target.device, None)
         found = []

@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from ktune.cli.console import aligned, emit, show
-from ktune.cli.options import common, masked, short_error, table_files
+from ktune.cli.options import common, short_error, table_files
 from ktune.errors import KtuneError
+from ktune.settings import masked
 
 PACKAGES = ("torch", "triton", "optuna", "jinja2", "pydantic")
 VARIABLES = ("TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "NO_COLOR")

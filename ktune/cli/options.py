@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ktune.errors import KtuneError, UsageError
+from ktune.errors import KtuneError, NoDeviceError, UsageError
 
 if TYPE_CHECKING:
     from ktune.device import Device
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 LOG = "KTUNE_LOG"
 DEFAULT_ARCH = "sm_90"
+CPU = "cpu"
+"""Triton's interpreter, as a device to search on."""
 
 _log = logging.getLogger("ktune")
 
@@ -92,6 +93,27 @@ def parse_device(text: str) -> int:
     return int(digits)
 
 
+def parse_devices(text: str | None) -> tuple[str, ...]:
+    """Return the devices in ``cuda:0,cuda:1``; every GPU for ``all``; ``cpu``; none for None.
+
+    Raises:
+        NoDeviceError: all were asked for and there is none.
+        UsageError: the text names no device.
+    """
+    if text is None:
+        return ()
+    if text == "all":
+        import torch
+
+        count = torch.cuda.device_count()
+        if not count:
+            raise NoDeviceError("--devices all: PyTorch sees no GPU on this machine")
+        return tuple(f"cuda:{index}" for index in range(count))
+    if text == CPU:
+        return (CPU,)
+    return tuple(dict.fromkeys(f"cuda:{parse_device(part)}" for part in text.split(",")))
+
+
 def parse_settings(words: Sequence[str]) -> dict[str, Scalar]:
     """Return the settings in words like ``rescale=always`` or ``"block_m=64 num_warps=4"``."""
     from ktune.problem import parse_fields
@@ -147,8 +169,3 @@ def short_error(error: Exception) -> str:
     """Return an error as one line; its type too, if it was not made on purpose."""
     text = first_line(error)
     return text if isinstance(error, KtuneError) else f"{type(error).__name__}: {text}"
-
-
-def masked(url: str) -> str:
-    """Return a URL without its password."""
-    return re.sub(r"(://[^:/@]+):[^@]*@", r"\1:***@", url)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktune.cli.options import find_space, meant
+from ktune.cli.options import CPU, find_space, meant
 from ktune.errors import NoDeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Part:
     left_out: int = 0
 
 
-def recording_name(target: str, device: str | None) -> str | None:
+def recording_name(target: str, devices: Sequence[str]) -> str | None:
     """Return the recording that answers, by name or path; None for a GPU of this machine.
 
     Raises:
@@ -46,14 +46,17 @@ def recording_name(target: str, device: str | None) -> str | None:
     """
     from ktune.device import cuda_available
 
-    if device is not None and target not in {AUTO, LIVE}:
+    if devices and target not in {AUTO, LIVE}:
         raise UsageError(
-            f"--device {device} names a GPU and --target {target} a recording; give one of them"
+            f"--devices {','.join(devices)} names a GPU and --target {target} a recording; "
+            "give one of them"
         )
-    if target == AUTO and device is None:
+    if target == AUTO and not devices:
         return None if cuda_available() else DEFAULT_RECORDING
     if target not in {AUTO, LIVE}:
         return target
+    if list(devices) == [CPU]:
+        return None
     if not cuda_available():
         raise NoDeviceError(
             "no GPU: PyTorch sees no CUDA or ROCm device on this machine. Search a recorded "

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ktune.bench.measurement import Measurement
     from ktune.device import Device
     from ktune.problem import Problem
-    from ktune.search.campaign import Proof, Result
+    from ktune.search.campaign import Result
+    from ktune.search.proof import Proof
     from ktune.variant import Variant
 
 EVERY_S = 30.0
@@ -170,40 +171,47 @@ class Tracker:
 
     def __init__(self, view: View, problems: int) -> None:
         self._view, self._problems = view, problems
-        self._number = 0
+        self._states: dict[str, State] = {}
+        self._shown = ""
         self._proofs = self._proof_goal = 0
-        self._state = State("", "")
         self.device: Device | None = None
 
     def problem_started(self, problem: Problem) -> None:
-        """Start anew."""
-        self._number += 1
+        """Begin a problem; others may still be under way."""
         default = ""
         if self.device is not None:
             default = operation(problem.op).default_variant(problem, self.device).text
-        self._state = State(problem.text, default)
-        self._view.begin(f"{self._count} {problem.text}", 0)
+        number = len(self._states) + 1
+        count = f"{number}/{self._problems}"
+        self._states[problem.text] = State(f"{count} {problem.text}", default)
+        self._show(problem)
 
     def trial_done(
         self, problem: Problem, variant: Variant, measurement: Measurement, done: int, goal: int
     ) -> None:
         """Count a trial."""
-        state = self._state
+        self._show(problem)
+        state = self._states[problem.text]
         state.done, state.goal = done, goal
         improved = state.take(variant.text, measurement)
-        self._view.step(done, goal, f"{self._count} {state.text}", improved)
+        self._view.step(done, goal, state.text, improved)
 
     def problem_done(self, result: Result) -> None:
         """Say how it ended."""
-        winner = result.winner
+        winner, name = result.winner, self._states[result.problem.text].problem
         if winner is None:
-            self._view.line(f"{self._count} {result.problem.text}: no variant passed")
+            self._view.line(f"{name}: no variant passed")
             return
         gain = winner.default_latency_ms
         ratio = f" ({gain / winner.latency_ms:.2f}x default)" if gain else ""
-        self._view.line(
-            f"{self._count} {result.problem.text}: {winner.latency_ms:.4g} ms{ratio}  {winner.text}"
-        )
+        self._view.line(f"{name}: {winner.latency_ms:.4g} ms{ratio}  {winner.text}")
+
+    def _show(self, problem: Problem) -> None:
+        """Let the bar be that of the problem that moves."""
+        if self._shown != problem.text:
+            self._shown = problem.text
+            state = self._states[problem.text]
+            self._view.begin(state.problem, state.goal)
 
     def proof_started(self, count: int) -> None:
         """Say what is about to take a while."""
@@ -218,7 +226,3 @@ class Tracker:
         self._view.step(self._proofs, self._proof_goal, text, False)
         verdict = f"FAILED: {proof.detail}" if proof.detail else "ok"
         self._view.line(f"{text} {proof.problem.text}  {proof.variant.text}  {verdict}")
-
-    @property
-    def _count(self) -> str:
-        return f"{self._number}/{self._problems}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
 
-from ktune.cli.options import common
+from ktune.cli.options import common, parse_devices
+from ktune.search.effort import LEVELS, SAMPLERS, Effort, Level, parse_seconds
 
 PROBLEMS_HELP = (
     'A named set, as llama-3-8b, or one problem, as "m=4096 n=50257"; repeatable. '
@@ -17,11 +19,17 @@ TARGET_HELP = (
     "auto: a GPU if there is one, else the recording."
 )
 
+SAMPLER_HELP = (
+    "How the next variant is chosen. auto: from what neighbouring problems and similar variants "
+    "took (the best in `ktune replay`'s comparison); tpe and gp are Optuna's."
+)
+
 EXAMPLES = """\b
 Examples:
   ktune search softmax
   ktune search softmax attention --problems llama-3-8b
-  ktune search softmax --problems "m=4096 n=50257" --trials 100
+  ktune search softmax --problems "m=4096 n=50257" --effort full
+  ktune search attention --budget 10m --devices all
 """
 
 
@@ -29,14 +37,34 @@ Examples:
 @click.argument("spaces", nargs=-1, required=True, metavar="OP|SPACE.yaml...")
 @click.option("--problems", "--problem", multiple=True, metavar="SET|TEXT", help=PROBLEMS_HELP)
 @click.option("--target", default="auto", metavar="auto|live|h200|FILE", help=TARGET_HELP)
-@click.option("--device", metavar="cuda:0", help="Which GPU; implies --target live.")
-@click.option("--trials", type=click.IntRange(1), help="Measurements for each problem.")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="S", help="Seconds.")
+@click.option(
+    "--devices",
+    "--device",
+    metavar="cuda:0,...|all|cpu",
+    help="Which GPUs, all alike, one timing worker each; cpu is Triton's interpreter, whose times "
+    "mean nothing, for writing templates. Implies --target live.",
+)
+@click.option(
+    "--effort",
+    type=click.Choice(LEVELS),
+    default="standard",
+    show_default=True,
+    help="Share of each problem's legal variants to measure: a tenth, a quarter, all.",
+)
+@click.option("--trials", type=click.IntRange(1), help="Measurements for each problem instead.")
+@click.option("--budget", metavar="10m", help="Time for all problems together: 90s, 10m, 1h.")
+@click.option(
+    "--sampler", type=click.Choice(SAMPLERS), default="auto", show_default=True, help=SAMPLER_HELP
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampler.")
+@click.option("--max-variants", type=click.IntRange(1), help="Most variants for an operation.")
+@click.option(
+    "--batch-invariant", is_flag=True, help="One variant for all batch sizes: see the README."
+)
 @click.option("--storage", metavar="URL", help="Optuna storage; 'memory' keeps nothing.")
 @click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Table to fill.")
 @click.option("--fresh", is_flag=True, help="Forget earlier searches of these problems first.")
-@click.option("--exhaustive", is_flag=True, help="Measure every legal variant.")
+@click.option("--exhaustive", is_flag=True, help="The same as --effort full.")
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -52,10 +80,14 @@ def search(
     spaces: tuple[str, ...],
     problems: tuple[str, ...],
     target: str,
-    device: str | None,
+    devices: str | None,
+    effort: Level,
     trials: int | None,
-    timeout: float | None,
+    budget: str | None,
+    sampler: str,
     seed: int,
+    max_variants: int | None,
+    batch_invariant: bool,
     storage: str | None,
     table: Path | None,
     fresh: bool,
@@ -75,20 +107,27 @@ def search(
     """
     from ktune.cli.session import Request, run_search
 
-    if exhaustive and trials is not None:
-        raise click.UsageError("--exhaustive measures every variant; leave out --trials")
+    if exhaustive:
+        if trials is not None:
+            raise click.UsageError("--exhaustive measures every variant; leave out --trials")
+        effort = "full"
     request = Request(
         spaces=spaces,
         problems=problems,
         target=target,
-        device=device,
-        trials=trials,
-        timeout_s=timeout,
-        seed=seed,
+        devices=parse_devices(devices),
+        effort=Effort(
+            level=effort,
+            trials=trials,
+            budget_s=parse_seconds(budget) if budget else math.inf,
+            sampler=sampler,
+            seed=seed,
+            max_variants=max_variants,
+            batch_invariant=batch_invariant,
+        ),
         storage=storage,
         table=table,
         fresh=fresh,
-        exhaustive=exhaustive,
         record=record,
         proof=not no_proof,
         quiet=quiet,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +16,25 @@ from sqlalchemy.exc import SQLAlchemyError
 from ktune import settings
 from ktune.cli import INTERRUPTED
 from ktune.cli.console import note, warn
-from ktune.cli.options import first_line, masked, parse_device
+from ktune.cli.options import first_line
 from ktune.cli.plan import AUTO, Part, make_parts, recording_name
 from ktune.cli.progress import Tracker, make_view
 from ktune.cli.summary import Finding, print_summary
+from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
-from ktune.search.campaign import Campaign, Result, prove, record
+from ktune.search.campaign import Campaign, Result, record
+from ktune.search.effort import Effort
+from ktune.search.live import LiveTarget
+from ktune.search.proof import prove
 from ktune.search.recording import Recording, read_recording
+from ktune.search.replay import ReplayTarget
 from ktune.search.storage import MEMORY, open_storage, quiet_optuna
-from ktune.search.study import Budget, study_name
-from ktune.search.target import LiveTarget, ReplayTarget, Target
-from ktune.table import check_writable
+from ktune.search.study import family_name
+from ktune.search.target import Target
+from ktune.settings import masked
+from ktune.table import Entry, check_writable, update_table
 
 STORAGE_ERRORS = (StorageError, optuna.exceptions.StorageInternalError, SQLAlchemyError)
-EVERYTHING = 1 << 62
-"""A budget of trials that no space reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,11 @@ class Request:
     spaces: tuple[str, ...]
     problems: tuple[str, ...]
     target: str
-    device: str | None
-    trials: int | None
-    timeout_s: float | None
-    seed: int
+    devices: tuple[str, ...]
+    effort: Effort
     storage: str | None
     table: Path | None
     fresh: bool
-    exhaustive: bool
     record: Path | None
     proof: bool
     quiet: bool
@@ -57,10 +57,9 @@ class Request:
 
 def run_search(request: Request) -> int:
     """Search, print the summary, and return the exit code."""
-    index = parse_device(request.device) if request.device else 0
-    recording = recording_name(request.target, request.device)
+    recording = recording_name(request.target, request.devices)
     parts = make_parts(request.spaces, request.problems, recording, request.target)
-    session = Session(request, parts, index)
+    session = Session(request, parts)
     try:
         session.run()
     except KeyboardInterrupt:
@@ -83,11 +82,10 @@ class Session:
     Args:
         request: what was asked.
         parts: spaces and problems, with what answers.
-        index: of the GPU.
     """
 
-    def __init__(self, request: Request, parts: list[Part], index: int) -> None:
-        self._request, self._parts, self._index = request, parts, index
+    def __init__(self, request: Request, parts: list[Part]) -> None:
+        self._request, self._parts = request, parts
         self.findings: list[Finding] = []
         self._known = _earlier_recording(request, parts)
         self._live: LiveTarget | None = None
@@ -167,12 +165,7 @@ class Session:
         while todo:
             with self._target(part) as target:
                 campaign = Campaign(
-                    target,
-                    self._storage,
-                    self._table,
-                    self._budget(part),
-                    self._request.seed,
-                    self._tracker,
+                    target, self._storage, self._sink, self._request.effort, self._tracker
                 )
                 try:
                     for result in campaign.run([(part.space, problem) for problem in todo]):
@@ -180,6 +173,10 @@ class Session:
                         self._keep(part, target, result)
                 except STORAGE_ERRORS as error:
                     self._leave_storage(error)
+
+    def _sink(self, entries: Sequence[Entry], device: Device) -> None:
+        if self._table is not None:
+            update_table(self._table, entries, [device])
 
     def _keep(self, part: Part, target: Target, result: Result) -> None:
         saved = self._table is not None and result.entry is not None and not result.table_error
@@ -201,7 +198,9 @@ class Session:
         results = [finding.result for finding in self.findings if finding.part is part]
         if any(result.entry for result in results):
             with self._target(part) as target:
-                prove(results, target, len(os.sched_getaffinity(0)), self._tracker)
+                proofs = prove(results, target, len(os.sched_getaffinity(0)), self._tracker)
+            for finding in self.findings:
+                finding.proof = proofs.get(finding.result.problem.text, finding.proof)
 
     @contextmanager
     def _target(self, part: Part) -> Iterator[Target]:
@@ -210,19 +209,10 @@ class Session:
         if part.recording is not None:
             target = ReplayTarget(part.recording)
         else:
-            self._live = self._live or LiveTarget(self._index)
+            self._live = self._live or LiveTarget(self._request.devices or ("cuda:0",))
             target = self._live
         self._tracker.device = target.device
         yield target
-
-    def _budget(self, part: Part) -> Budget | None:
-        asked = self._request
-        if asked.exhaustive:
-            return Budget(EVERYTHING, asked.timeout_s or math.inf)
-        if asked.trials is None and asked.timeout_s is None:
-            return None
-        own = part.space.budget
-        return Budget(asked.trials or own.trials, asked.timeout_s or own.timeout_s)
 
     def _choose_storage(self) -> str:
         """Return the storage's name: a replay keeps nothing unless told where."""
@@ -265,10 +255,7 @@ class Session:
 
 def forget(storage: BaseStorage, part: Part, target: Target) -> None:
     """Delete the studies of a part's problems on this target, of whatever space."""
-    families = {
-        study_name(part.space, problem, target).rpartition(" | space ")[0]
-        for problem in part.problems
-    }
+    families = {family_name(problem, target) for problem in part.problems}
     with quiet_optuna():
         for summary in optuna.get_all_study_summaries(storage, include_best_trial=False):
             if summary.study_name.rpartition(" | space ")[0] in families:
@@ -315,8 +302,8 @@ def _earlier_recording(request: Request, parts: list[Part]) -> Recording | None:
         return None
     if len(parts) != 1:
         raise UsageError(f"--record {path} takes one operation; search one at a time")
-    if not request.exhaustive:
-        warn(f"--record without --exhaustive: {shlex.quote(str(path))} will have gaps")
+    if request.effort.level != "full":
+        warn(f"--record without --effort full: {shlex.quote(str(path))} will have gaps")
     if not path.exists():
         return None
     known = read_recording(path)

@@ -14,10 +14,11 @@ from ktune.bench.measurement import STATUSES
 from ktune.cli.console import emit, number, short_names, show, table
 from ktune.cli.plan import Part
 from ktune.operations import operation
-from ktune.search.campaign import Proof, Result
+from ktune.search.campaign import Result
+from ktune.search.proof import Proof
+from ktune.search.replay import UNRECORDED
 from ktune.search.target import Target
 
-UNRECORDED = "this variant is not in the recording"
 FAILURES = tuple(status for status in STATUSES if status not in {"ok", "wrong"})
 CALLS = {
     "softmax": "ktune.softmax(x)",
@@ -25,19 +26,20 @@ CALLS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finding:
-    """A problem's result, and where it comes from."""
+    """A problem's result, where it comes from, and for a replay its proof."""
 
     part: Part
     target: Target
     result: Result
     saved: bool
+    proof: Proof | None = None
 
     @property
     def good(self) -> bool:
         """Whether there is a winner, and no proof of it failed."""
-        proof = self.result.proof
+        proof = self.proof
         return self.result.winner is not None and (proof is None or not proof.detail)
 
     @property
@@ -94,7 +96,7 @@ class Finding:
             "outcomes": dict(self.counts),
             "rejected": result.outcome.rejected,
             "saved": self.saved,
-            "proof": _proof_dict(result.proof),
+            "proof": _proof_dict(self.proof),
         }
 
 
@@ -194,12 +196,12 @@ def _ratio(value: float | None) -> str:
 
 def _winners(findings: list[Finding]) -> Any:
     """Return the table of winning variants, with what this machine proved of them."""
-    proved = any(finding.result.proof for finding in findings)
+    proved = any(finding.proof for finding in findings)
     columns = ["", "winner"]
     columns += ["registers", "spill B", "shared B", "error", "limit", "proof"] if proved else []
     rows = []
     for index, finding in enumerate(findings, 1):
-        winner, proof = finding.result.winner, finding.result.proof
+        winner, proof = finding.result.winner, finding.proof
         rows.append([str(index), winner.text if winner else "none passed"])
         rows[-1] += _proof_cells(proof) if proved else []
     return table("", columns, rows)
@@ -221,7 +223,7 @@ def _troubles(findings: list[Finding]) -> list[str]:
     """Return a line for each problem without a winner and each proof that failed."""
     lines = []
     for finding in findings:
-        result, proof = finding.result, finding.result.proof
+        result, proof = finding.result, finding.proof
         if result.winner is None:
             counts = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in finding.counts.items())
             why = f"no variant passed ({counts or 'none tried'})"

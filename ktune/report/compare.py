@@ -200,7 +200,7 @@ def _measure(
     while len(seen) < len(variants):
         while waiting and len(variants) - len(waiting) - len(seen) < target.capacity:
             target.submit(problem, waiting.pop())
-        variant, measurement = target.next()
+        _, variant, measurement = target.next()
         seen[variant] = measurement.sane()
         progress(f"measured {len(seen)}/{len(variants)} variants")
     return seen

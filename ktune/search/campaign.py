@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from optuna.storages import BaseStorage
 
 from ktune.bench.measurement import Measurement
-from ktune.bench.tasks import COMPILE, COMPILER, INTERPRET, INTERPRETER
-from ktune.bench.worker import Pool, Task, WorkerError
 from ktune.codegen import render, template_digest
+from ktune.device import Device
 from ktune.errors import TableError
 from ktune.operations import operation
-from ktune.problem import Problem
+from ktune.problem import Problem, separation
+from ktune.search.effort import Effort
+from ktune.search.failures import Failures
 from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.storage import quiet_optuna
-from ktune.search.study import Budget, Outcome, ProblemSearch
+from ktune.search.storage import Heartbeat, quiet_optuna
+from ktune.search.study import Archive, Ground, Outcome, ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
 from ktune.space import Space
-from ktune.table import Entry, Provenance, update_table
+from ktune.table import Entry, Provenance
 from ktune.variant import Variant
 
 BASELINES = ("torch", "compile", "flash", "cudnn")
-PROOF_LIMIT_S = 240.0
+NEIGHBOURS = 3
+"""Neighbouring problems whose winners are tried first, and whose outcomes guide the sampler."""
+POLL_S = 0.5
+"""Seconds between two looks at what other processes are measuring."""
+
+Sink = Callable[[Sequence[Entry], Device], None]
+"""Keeps entries; raises TableError if it cannot."""
 
 
 class Listener(Protocol):
@@ -44,37 +52,20 @@ class Listener(Protocol):
     def problem_done(self, result: Result) -> None:
         """A problem has its winner (or none)."""
 
-    def proof_started(self, count: int) -> None:
-        """Winners of a replay are about to be compiled and interpreted here."""
-
-    def proof_done(self, proof: Proof) -> None:
-        """One winner was compiled and interpreted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What this machine, without the device, could confirm of a replayed winner.
-
-    Attributes:
-        problem: whose structure was compiled.
-        variant: what was compiled and interpreted.
-        resources: registers, spill_bytes, shared_bytes for the device's architecture; or empty.
-        error: largest error in Triton's interpreter; None if it did not run.
-        limit: the error allowed.
-        detail: what failed; empty if all is well.
-    """
-
-    problem: Problem
-    variant: Variant
-    resources: dict[str, float]
-    error: float | None
-    limit: float | None
-    detail: str = ""
-
 
 @dataclass(slots=True)
 class Result:
-    """The outcome of one problem."""
+    """The outcome of one problem.
+
+    Attributes:
+        problem: what was tuned.
+        default: its default variant.
+        outcome: everything that was measured.
+        samples: of the finals, in ms.
+        winner: of the finals.
+        entry: what the table holds; None if nothing passed.
+        table_error: why it holds nothing.
+    """
 
     problem: Problem
     default: Variant
@@ -82,7 +73,6 @@ class Result:
     samples: dict[str, list[float]] = field(default_factory=dict)
     winner: Winner | None = None
     entry: Entry | None = None
-    proof: Proof | None = None
     table_error: str = ""
 
     @property
@@ -95,62 +85,198 @@ class Result:
         }
 
 
+@dataclass(slots=True)
+class _Active:
+    """A search under way.
+
+    Attributes:
+        deadline: on the target's clock; no more is asked for after it.
+        dry: nothing was left to ask for at the last look.
+    """
+
+    search: ProblemSearch
+    result: Result
+    deadline: float
+    dry: bool = False
+
+
 class Campaign:
-    """Searches problems one after the other and writes the table as it goes.
+    """Searches problems and writes the table as it goes.
+
+    Where the target takes several variants at a time, the next problem's are compiled while the
+    last ones of a problem are timed.
 
     Args:
         target: what measures.
         storage: Optuna's.
-        table: the dispatch table to update; None writes none.
-        budget: for each problem; None takes the space's.
-        seed: of the samplers.
+        sink: keeps the entries of the table.
+        effort: how much to spend, and how to choose.
         listener: hears of progress.
+        winners: of other problems, known before; the nearest are tried first.
+        finals: whether to end each search with finals and an entry; a helper of another
+            process's campaign does not.
     """
 
     def __init__(
         self,
         target: Target,
         storage: BaseStorage,
-        table: Path | None,
-        budget: Budget | None,
-        seed: int,
+        sink: Sink,
+        effort: Effort,
         listener: Listener,
+        winners: Sequence[tuple[Problem, Variant]] = (),
+        finals: bool = True,
     ) -> None:
-        self._target, self._storage, self._table = target, storage, table
-        self._budget, self._seed, self._listener = budget, seed, listener
+        self._target, self._storage, self._sink = target, storage, sink
+        self._effort, self._listener = effort, listener
+        self._winners, self._finals = list(winners), finals
+        self._heartbeat = Heartbeat(storage)
+        with quiet_optuna():
+            self._failures = Failures(storage, target)
+        self._archive: Archive | None = None
+        self._flight = 0
+        self._left = 0
+        self.grounds: dict[str, Ground] = {}
+        self.results: list[Result] = []
 
     def run(self, work: Sequence[tuple[Space, Problem]]) -> Iterator[Result]:
-        """Search every problem; yields each result once its entry is in the table."""
+        """Search every problem; yields each result once its entry is kept."""
+        todo, active = deque(work), list[_Active]()
+        self._left = len(work)
         with quiet_optuna():
-            for space, problem in work:
-                self._listener.problem_started(problem)
-                result = self._search(space, problem)
-                self._save(result)
-                self._listener.problem_done(result)
-                yield result
+            self._archive = Archive(self._storage)
+            try:
+                while todo or active:
+                    self._fill(active, todo)
+                    if self._flight:
+                        self._take(active)
+                    for done in [a for a in active if self._is_over(a)]:
+                        active.remove(done)
+                        yield self._conclude(done)
+                    if active and not self._flight and all(a.dry for a in active):
+                        time.sleep(POLL_S)  # other processes are at it
+            finally:
+                self._heartbeat.close()
 
-    def _search(self, space: Space, problem: Problem) -> Result:
-        op = operation(problem.op)
-        default = op.default_variant(problem, self._target.device)
-        search = ProblemSearch(space, problem, self._target, self._storage, self._seed)
+    def _fill(self, active: list[_Active], todo: deque[tuple[Space, Problem]]) -> None:
+        """Keep the target busy, with the next problem too if this one has nothing to ask."""
+        while self._flight < self._target.capacity:
+            if any(self._ask(each) for each in active):
+                continue
+            if not todo or (active and self._target.capacity == 1):
+                return
+            active.append(self._start(*todo.popleft()))
 
-        def on_trial(variant: Variant, measurement: Measurement, done: int, goal: int) -> None:
-            self._listener.trial_done(problem, variant, measurement, done, goal)
+    def _ask(self, active: _Active) -> bool:
+        """Submit one more variant of a search; return whether there was one."""
+        search = active.search
+        if self._target.now() >= active.deadline:
+            active.dry = True
+            return False
+        variant = search.next()
+        active.dry = variant is None
+        if variant is None:
+            return False
+        known = self._failures.get(search.ground.key(variant))
+        if known is not None:
+            self._tell(active, variant, known)
+            return True
+        self._target.submit(search.problem, variant)
+        self._flight += 1
+        return True
 
-        budget = self._budget or Budget(space.budget.trials, space.budget.timeout_s)
-        outcome = search.run(budget, default, on_trial)
-        result = Result(problem, default, outcome)
-        finalists = _finalists(outcome, default)
-        if finalists:
-            result.samples = self._target.finals(problem, finalists, list(BASELINES))
-            own = {v.text: result.samples.get(v.text, []) for v in finalists}
-            result.winner = choose(default.text, own, outcome.measurements)
-        if result.winner:
-            result.entry = self._entry(result, result.winner)
+    def _take(self, active: list[_Active]) -> None:
+        problem, variant, measurement = self._target.next()
+        self._flight -= 1
+        (own,) = [each for each in active if each.search.problem == problem]
+        self._failures.note(own.search.ground.key(variant), measurement)
+        self._tell(own, variant, measurement.sane())
+
+    def _tell(self, active: _Active, variant: Variant, measurement: Measurement) -> None:
+        search = active.search
+        search.tell(variant, measurement)
+        self._listener.trial_done(search.problem, variant, measurement, search.count, search.goal)
+
+    def _is_over(self, active: _Active) -> bool:
+        return active.dry and not active.search.pending and active.search.settled()
+
+    def _start(self, space: Space, problem: Problem) -> _Active:
+        self._listener.problem_started(problem)
+        target, effort = self._target, self._effort
+        if problem.text not in self.grounds:
+            self.grounds[problem.text] = Ground.of(space, problem, target.device)
+        ground = self.grounds[problem.text]
+        search = ProblemSearch(
+            ground,
+            target,
+            self._storage,
+            effort.sampler,
+            effort.seed,
+            self._archive,
+            self._heartbeat,
+        )
+        default = operation(problem.op).default_variant(problem, target.device)
+        result = Result(problem, default, search.outcome)
+        hints = self._neighbours(problem)
+        first = [default, *self._neighbours_winners(problem)]
+        first += space.seeds_for(problem, target.device)
+        search.begin(effort.trials_for(space, len(ground.legal)), first, hints)
+        self.results.append(result)
+        share = (effort.budget_s - target.now()) / max(self._left, 1)
+        return _Active(search, result, target.now() + share)
+
+    def _neighbours(self, problem: Problem) -> list[Mapping[str, Measurement]]:
+        """Return what is known of the nearest other problems of this campaign."""
+        others = [r for r in self.results if r.problem.op == problem.op]
+        others.sort(key=lambda r: (separation(problem, r.problem), r.problem.text))
+        return [r.outcome.measurements for r in others[:NEIGHBOURS] if r.outcome.best()]
+
+    def _neighbours_winners(self, problem: Problem) -> list[Variant]:
+        """Return the winners of the nearest problems, of this campaign and of tables."""
+        known = [
+            (r.problem, Variant.parse(r.problem.op, best[0][0]))
+            for r in self.results
+            if (best := r.outcome.best())
+        ]
+        known += [(other, variant) for other, variant in self._winners if other.op == problem.op]
+        known = [pair for pair in known if pair[0].op == problem.op]
+        known.sort(key=lambda pair: (separation(problem, pair[0]), pair[0].text))
+        return list(dict.fromkeys(variant for _, variant in known))[:NEIGHBOURS]
+
+    def _conclude(self, active: _Active) -> Result:
+        """End a search with its finals, and keep the entry."""
+        active.search.close()
+        self._left -= 1
+        result = active.result
+        self._target.spent.render = sum(ground.render_s for ground in self.grounds.values())
+        if self._finals:
+            self._hold_finals(result)
+            self._save(result)
+        self._listener.problem_done(result)
         return result
 
-    def _entry(self, result: Result, winner: Winner) -> Entry:
-        variant = Variant.parse(result.problem.op, winner.text)
+    def _hold_finals(self, result: Result) -> None:
+        """Time the best few, the default and the baselines in turn; the winner must hold."""
+        finalists = _finalists(result.outcome, result.default)
+        while finalists:
+            target, problem = self._target, result.problem
+            result.samples = target.finals(problem, finalists, list(BASELINES))
+            own = {v.text: result.samples.get(v.text, []) for v in finalists}
+            winner = choose(result.default.text, own, result.outcome.measurements)
+            if winner is None:
+                return
+            variant = Variant.parse(problem.op, winner.text)
+            wrong = target.verify(problem, variant)
+            if not wrong:
+                result.winner = winner
+                result.entry = self.entry(result, variant, winner)
+                return
+            result.outcome.measurements[winner.text] = Measurement("wrong", detail=wrong)
+            finalists = [v for v in finalists if v != variant]
+
+    def entry(self, result: Result, variant: Variant, winner: Winner) -> Entry:
+        """Return the table's entry of a problem."""
+        target = self._target
         provenance = Provenance(
             latency_ms=winner.latency_ms,
             spread_ms=winner.spread_ms,
@@ -158,21 +284,21 @@ class Campaign:
             margin=winner.margin,
             is_default=variant == result.default,
             samples=winner.samples,
-            protocol=self._target.protocol,
-            versions=self._target.versions,
-            measured=self._target.measured,
-            replayed_from=self._target.replayed_from,
+            protocol=target.protocol,
+            versions=target.versions,
+            measured=target.measured,
+            replayed_from=target.replayed_from,
             trials=len(result.outcome.measurements),
             baselines=result.baselines,
         )
         source = render(variant, result.problem)
-        return Entry(self._target.device.key, result.problem, variant, source.id, provenance)
+        return Entry(target.device.key, result.problem, variant, source.id, provenance)
 
     def _save(self, result: Result) -> None:
-        if self._table is None or result.entry is None:
+        if result.entry is None:
             return
         try:
-            update_table(self._table, [result.entry], [self._target.device])
+            self._sink([result.entry], self._target.device)
         except TableError as error:
             result.table_error = str(error)
 
@@ -184,62 +310,6 @@ def _finalists(outcome: Outcome, default: Variant) -> list[Variant]:
     if default.text in best:
         chosen[default.text] = None
     return [Variant.parse(default.op, text) for text in chosen]
-
-
-def prove(
-    results: Sequence[Result], target: Target, workers: int, listener: Listener
-) -> dict[str, Proof]:
-    """Compile replayed winners for their device and run them in Triton's interpreter, here.
-
-    Winners of equal source and launch options are proved once. Results get their ``proof``.
-    """
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        if result.entry:
-            variant = result.entry.variant
-            groups.setdefault((result.entry.source_id, variant.text), []).append(result)
-    listener.proof_started(len(groups))
-    for key, proof in _proofs(groups, target, workers):
-        for result in groups[key]:
-            result.proof = proof
-        listener.proof_done(proof)
-    return {result.problem.text: result.proof for result in results if result.proof}
-
-
-def _proofs(
-    groups: dict[tuple[str, str], list[Result]], target: Target, workers: int
-) -> Iterator[tuple[tuple[str, str], Proof]]:
-    compilers, interpreters = Pool(workers, COMPILER), Pool(workers, INTERPRETER)
-    try:
-        for key, members in groups.items():
-            problem, text = members[0].problem.text, key[1]
-            arguments = (problem, text, target.device.to_dict())
-            compilers.submit(key, Task(COMPILE, arguments), PROOF_LIMIT_S)
-        compiled = dict(compilers.next() for _ in groups)
-        compilers.close()
-        for key, members in groups.items():
-            interpreters.submit(
-                key, Task(INTERPRET, (members[0].problem.text, key[1])), PROOF_LIMIT_S
-            )
-        for _ in groups:
-            key, verdict = interpreters.next()
-            yield key, _proof(groups[key][0], compiled[key], verdict)
-    finally:
-        compilers.close()
-        interpreters.close()
-
-
-def _proof(result: Result, resources: dict[str, float] | WorkerError, verdict: object) -> Proof:
-    assert result.entry is not None
-    variant = result.entry.variant
-    details = [str(part) for part in (resources, verdict) if isinstance(part, WorkerError)]
-    used = {} if isinstance(resources, WorkerError) else resources
-    if not isinstance(verdict, dict):
-        return Proof(result.problem, variant, used, None, None, "; ".join(details))
-    details += [verdict["detail"]] if verdict["detail"] else []
-    return Proof(
-        result.problem, variant, used, verdict["error"], verdict["limit"], "; ".join(details)
-    )
 
 
 def record(
@@ -254,6 +324,7 @@ def record(
         target.versions,
         target.roofs,
         template_digest(op),
+        target.spent.workers,
     )
     for result in results:
         recording.problems[result.problem.text] = RecordedProblem(

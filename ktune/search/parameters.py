@@ -73,9 +73,20 @@ class Axis:
 
 
 class Axes:
-    """All parameters of a space, for one problem and device."""
+    """All parameters of a space, for one problem and device.
 
-    def __init__(self, space: Space, problem: Problem, device: Device) -> None:
+    Args:
+        space: whose parameters.
+        problem: decides which apply.
+        device: likewise.
+        static: ask for every parameter in every trial, for samplers that know no conditions; what
+            does not apply is dropped from the answer.
+    """
+
+    def __init__(
+        self, space: Space, problem: Problem, device: Device, static: bool = False
+    ) -> None:
+        self._static = static
         self._parameters = space.parameters
         self._names = space.names(problem, device)
         self._walk = Walk(space.parameters, (), self._names)
@@ -85,17 +96,23 @@ class Axes:
         """Ask for every parameter that applies, in the file's order; may be illegal as a whole."""
         values: dict[str, Scalar] = {}
         for parameter in self._parameters:
-            if self._walk.applies(parameter, {**self._names, **values}):
-                values[parameter.name] = self._axes[parameter.name].suggest(trial)
+            applies = self._walk.applies(parameter, {**self._names, **values})
+            if applies or self._static:
+                answer = self._axes[parameter.name].suggest(trial)
+                if applies:
+                    values[parameter.name] = answer
         return values
 
     def encode(self, variant: Variant) -> dict[str, Scalar]:
         """Return the Optuna parameters of a variant."""
+        values = variant.values
+        if self._static:
+            values = {p.name: values.get(p.name, p.choices[0]) for p in self._parameters}
         return {
-            self._axes[name].name: self._axes[name].encode(value)
-            for name, value in variant.values.items()
+            self._axes[name].name: self._axes[name].encode(value) for name, value in values.items()
         }
 
     def distributions(self, variant: Variant) -> dict[str, BaseDistribution]:
         """Return the Optuna distributions of a variant's parameters."""
-        return {self._axes[name].name: self._axes[name].distribution for name in variant.values}
+        names = [p.name for p in self._parameters if self._static or p.name in variant.values]
+        return {self._axes[name].name: self._axes[name].distribution for name in names}

@@ -47,6 +47,7 @@ class Recording:
 
     Attributes:
         templates: digest of the templates that were rendered (``codegen.template_digest``).
+        workers: compile workers that ran beside each other; the compile seconds are theirs.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Recording:
     versions: dict[str, str]
     roofs: dict[str, float]
     templates: str
+    workers: int = 1
     problems: dict[str, RecordedProblem] = field(default_factory=dict)
 
     @property
@@ -98,6 +100,7 @@ def _dump(recording: Recording) -> str:
         "versions": recording.versions,
         "roofs": recording.roofs,
         "templates": recording.templates,
+        "workers": recording.workers,
     }
     lines = json.dumps(head, indent=1, sort_keys=True).removesuffix("\n}") + ',\n "problems": {'
     blocks = []
@@ -162,6 +165,7 @@ def _load(values: dict[str, Any]) -> Recording:
         versions=values["versions"],
         roofs=values["roofs"],
         templates=values["templates"],
+        workers=int(values.get("workers", 1)),
         problems=problems,
     )
 

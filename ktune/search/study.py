@@ -1,44 +1,37 @@
-"""The search on one problem: Optuna proposes, the target answers, everything is kept.
+"""The search on one problem: a sampler proposes, the target answers, everything is kept.
 
-A trial of the study is one variant that was measured, or one that the sampler proposed and that
-was answered without measuring: illegal ones are told as infeasible, repeats with the value that
-is known, and the nearest legal variant that is new is measured in their place. Only new
-measurements count against the budget.
+A trial of the study is one variant that was measured, or one that a sampler proposed and that was
+answered without measuring: illegal ones are told as infeasible, repeats with the value that is
+known, and the nearest legal variant that is new is measured in their place. Only new measurements
+count against the budget, each variant once, whoever made them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from time import monotonic
 
 import optuna
-from optuna.samplers import TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ktune.bench.measurement import Measurement
 from ktune.codegen import render
-from ktune.errors import StorageError
+from ktune.device import Device
+from ktune.errors import KtuneError, StorageError
 from ktune.problem import Problem
+from ktune.search.effort import AUTO
 from ktune.search.parameters import Axes
+from ktune.search.samplers import Sight, make_chooser, make_sampler
+from ktune.search.storage import Heartbeat, is_shared
 from ktune.search.target import Target
 from ktune.space import Space, distance
 from ktune.variant import Variant
 
-ABANDONED_AFTER = timedelta(minutes=15)
-"""A trial that has run so long belongs to a process that was killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """When a problem's search ends: after so many measurements or seconds, whichever is first."""
-
-    trials: int
-    timeout_s: float = math.inf
+UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
 
 
 @dataclass(slots=True)
@@ -47,7 +40,7 @@ class Outcome:
 
     Attributes:
         measurements: by variant text; those of earlier runs too.
-        measured: how many of them are new.
+        measured: how many of them are new, and this process's.
         legal: size of the legal space.
         rejected: points of the raw space ruled out, by reason.
     """
@@ -63,82 +56,353 @@ class Outcome:
         return sorted(right, key=lambda pair: (pair[1].latency_ms or math.inf, pair[0]))
 
 
-OnTrial = Callable[[Variant, Measurement, int, int], None]
-"""Called after each new measurement with the count so far and the count intended."""
+@dataclass(slots=True)
+class Ground:
+    """What is legal for one problem on one device; may serve many searches.
+
+    Attributes:
+        legal: variants by text, in file order.
+        rejected: points of the raw space ruled out, by reason.
+        render_s: seconds spent on rendering so far.
+    """
+
+    space: Space
+    problem: Problem
+    device: Device
+    legal: Mapping[str, Variant]
+    rejected: Mapping[str, int]
+    render_s: float = 0.0
+    _keys: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def key(self, variant: Variant) -> str:
+        """Return what a measurement belongs to: rendered source and launch options.
+
+        Raises:
+            TemplateError: the variant does not render.
+        """
+        if variant.text not in self._keys:
+            started = time.perf_counter()
+            source = render(variant, self.problem)
+            self.render_s += time.perf_counter() - started
+            options = json.dumps(variant.options, sort_keys=True)
+            self._keys[variant.text] = f"{source.id} {options}"
+        return self._keys[variant.text]
+
+    @classmethod
+    def of(cls, space: Space, problem: Problem, device: Device) -> Ground:
+        """Walk the space once."""
+        legal = {variant.text: variant for variant in space.variants(problem, device)}
+        return cls(space, problem, device, legal, space.rejections(problem, device))
+
+
+def family_name(problem: Problem, target: Target) -> str:
+    """Return what studies must share for their measurements to hold in each other."""
+    kind = "replay" if target.replayed_from else "live"
+    return f"{problem.text} | {target.device.key} | {target.protocol} {kind}"
 
 
 def study_name(space: Space, problem: Problem, target: Target) -> str:
     """Return the name of a problem's study; a changed space is another study."""
-    kind = "replay" if target.replayed_from else "live"
-    return f"{problem.text} | {target.device.key} | {target.protocol} {kind} | space {space.id}"
+    return f"{family_name(problem, target)} | space {space.id}"
+
+
+class Archive:
+    """The studies of a storage, by family; read once."""
+
+    def __init__(self, storage: BaseStorage) -> None:
+        self._storage = storage
+        self._families: dict[str, list[int]] = {}
+        for study in storage.get_all_studies():
+            family = study.study_name.rpartition(" | space ")[0]
+            self._families.setdefault(family, []).append(study._study_id)
+
+    def known(self, family: str) -> dict[str, Measurement]:
+        """Return the measurements of a problem in all studies, by source and launch options."""
+        found: dict[str, Measurement] = {}
+        for study_id in self._families.get(family, []):
+            found |= _by_source(self._storage.get_all_trials(study_id, deepcopy=False))
+        return found
 
 
 class ProblemSearch:
-    """Searches one problem.
+    """Searches one problem; asks and tells, and measures nothing itself.
 
     Args:
-        space: where variants come from.
-        problem: what to compute.
-        target: what measures.
+        ground: the problem and its legal variants.
+        target: gives the names under which results are kept.
         storage: where trials are kept.
+        sampler: one of ``samplers.SAMPLERS``.
         seed: of the sampler.
+        archive: earlier studies; read from the storage if not given.
+        heartbeat: keeps this process's trials alive.
     """
 
     def __init__(
-        self, space: Space, problem: Problem, target: Target, storage: BaseStorage, seed: int
+        self,
+        ground: Ground,
+        target: Target,
+        storage: BaseStorage,
+        sampler: str = AUTO,
+        seed: int = 0,
+        archive: Archive | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
-        self._problem, self._target = problem, target
-        self._axes = Axes(space, problem, target.device)
-        self._legal = {v.text: v for v in space.variants(problem, target.device)}
-        self._keys = {text: self._key(variant) for text, variant in self._legal.items()}
-        self._seeds = space.seeds_for(problem, target.device)
-        self._name = study_name(space, problem, target)
-        self._study = self._open(storage, seed)
-        known = self._recall(storage)
+        self.ground = ground
+        self._problem, self._legal = ground.problem, ground.legal
+        self._axes = Axes(ground.space, ground.problem, ground.device, static=sampler == "gp")
+        self._shared = is_shared(storage)
+        self._heartbeat = heartbeat or Heartbeat(storage)
         self._pending: dict[str, Trial] = {}
-        rejected = space.rejections(problem, target.device)
-        self.outcome = Outcome(legal=len(self._legal), rejected=rejected)
-        self.outcome.measurements = {
-            text: known[key] for text, key in self._keys.items() if key in known
-        }
+        self._elsewhere: set[str] = set()
+        self._goal = 0
+        self._hints: Sequence[Mapping[str, Measurement]] = ()
+        self._chooser = make_chooser(sampler, seed)
+        self.outcome = Outcome(legal=len(ground.legal), rejected=dict(ground.rejected))
+        try:
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name=study_name(ground.space, ground.problem, target),
+                sampler=make_sampler(sampler, seed),
+                load_if_exists=True,
+            )
+            self._heartbeat.fail_stale(self._study)
+            known = (archive or Archive(storage)).known(family_name(ground.problem, target))
+        except optuna.exceptions.StorageInternalError as error:
+            raise StorageError(f"the study storage failed: {error}") from error
+        if known:
+            self.outcome.measurements = {
+                text: known[key]
+                for text, variant in self._legal.items()
+                if (key := self._key_or_none(variant)) in known
+            }
         self._borrowed = self._borrow()
+        self._refresh()
 
-    def run(self, budget: Budget, default: Variant, on_trial: OnTrial | None = None) -> Outcome:
-        """Measure the default, then the seeds, then what the sampler proposes."""
-        deadline = monotonic() + budget.timeout_s
-        room = len(self._legal) - len(self._borrowed)
-        goal = min(budget.trials, room)
-        queue = self._first_variants(default, everything=goal == room)
-        while True:
-            self._fill(queue, goal, deadline)
-            if not self._pending:
-                return self.outcome
-            variant, measurement = self._target.next()
-            self._tell(variant, measurement.sane())
-            if on_trial:
-                on_trial(variant, measurement, self._count(), goal)
+    @property
+    def problem(self) -> Problem:
+        """What is tuned."""
+        return self._problem
 
-    def _fill(self, queue: list[Variant], goal: int, deadline: float) -> None:
-        """Submit variants until the target is busy or the budget is spent."""
-        while (
-            len(self._pending) < self._target.capacity
-            and self._count() + len(self._pending) < goal
-            and monotonic() < deadline
-        ):
-            variant = self._next_queued(queue) or self._propose()
-            if variant is None:
-                return
-            self._target.submit(self._problem, variant)
+    @property
+    def pending(self) -> int:
+        """Variants handed out by ``next`` and not yet told."""
+        return len(self._pending)
 
-    def _count(self) -> int:
-        """Return how many measurements count against the budget: those of this very study."""
+    @property
+    def goal(self) -> int:
+        """Measurements that are wanted in all, borrowed ones aside."""
+        return self._goal
+
+    @property
+    def count(self) -> int:
+        """Measurements that count against the budget: those of this very study."""
         return len(self.outcome.measurements) - len(self._borrowed)
+
+    def begin(
+        self,
+        trials: int,
+        first: Iterable[Variant] = (),
+        hints: Sequence[Mapping[str, Measurement]] = (),
+    ) -> None:
+        """Set the budget, and queue what comes before the sampler's own choice.
+
+        Args:
+            trials: measurements wanted; all if the space has fewer.
+            first: variants to try first; those that are illegal or known are passed over.
+            hints: outcomes of neighbouring problems, the nearest first.
+        """
+        self._goal = min(trials, len(self._legal) - len(self._borrowed))
+        self._hints = hints
+        room = self._goal - self.count - len(self._elsewhere)
+        fresh = [v for v in {v.text: v for v in first}.values() if self._is_new(v.text)]
+        for variant in fresh[: max(room, 0)]:
+            self._enqueue(variant)
+
+    def next(self) -> Variant | None:
+        """Return a variant to measure; None if the budget is spent or nothing is new."""
+        if self._shared:
+            self._refresh()
+        while self.count + len(self._pending) < self._goal:
+            if not self._waiting():
+                if self._shared and self.count + len(self._unfinished()) >= self._goal:
+                    return None  # others measure what is left
+                if not any(self._is_new(text) for text in self._legal):
+                    return None
+                if self._chooser is not None:
+                    chosen = self._chooser(self._sight())
+                    if chosen is None:
+                        return None
+                    self._enqueue(chosen)
+            variant = self._take(self._study.ask())
+            if variant is not None:
+                return variant
+        return None
+
+    def tell(self, variant: Variant, measurement: Measurement) -> None:
+        """Keep the outcome of a variant that ``next`` handed out."""
+        trial = self._pending.pop(variant.text)
+        self.outcome.measurements[variant.text] = measurement
+        self.outcome.measured += 1
+        self._finish(trial, measurement)
+        self._heartbeat.forget(trial._trial_id)
+
+    def settled(self) -> bool:
+        """Return whether nothing is on its way, here or in another process."""
+        if self._pending:
+            return False
+        if not self._shared:
+            return True
+        self._heartbeat.fail_stale(self._study)
+        self._refresh()
+        return not self._unfinished()
+
+    def close(self) -> None:
+        """End the queued trials that the budget did not reach."""
+        while self._waiting():
+            self._study.tell(self._study.ask(), state=TrialState.PRUNED)
+
+    def _is_new(self, text: str) -> bool:
+        return (
+            text not in self.outcome.measurements
+            and text not in self._pending
+            and text not in self._elsewhere
+        )
+
+    def _sight(self) -> Sight:
+        pending = self._pending.keys() | self._elsewhere
+        return Sight(self._legal, self.outcome.measurements, pending, self._hints)
+
+    def _enqueue(self, variant: Variant) -> None:
+        """Queue a trial with exactly this variant's parameters."""
+        attributes = {"variant": variant.text}
+        if (key := self._key_or_none(variant)) is not None:
+            attributes["source"] = key
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.WAITING,
+                params=self._axes.encode(variant),
+                distributions=self._axes.distributions(variant),
+                user_attrs=attributes,
+            )
+        )
+        self._elsewhere.add(variant.text)
+
+    def _take(self, trial: Trial) -> Variant | None:
+        """Make a trial of the study this process's own; None if it was answered at once."""
+        self._heartbeat.watch(trial._trial_id)
+        queued = trial.user_attrs.get("variant")
+        variant = Variant.of(self._problem.op, self._axes.suggest(trial))
+        text = variant.text
+        if queued is None:
+            trial.set_user_attr("variant", text)
+        answer = self._answer(trial, variant, queued is not None)
+        if answer is None:
+            self._elsewhere.discard(text)
+            self._pending[text] = trial
+            return variant
+        self._heartbeat.forget(trial._trial_id)
+        if queued is None:
+            unseen = [other for other in self._legal.values() if self._is_new(other.text)]
+            if unseen:
+                self._enqueue(min(unseen, key=lambda o: distance(variant.values, o.values)))
+        return None
+
+    def _answer(self, trial: Trial, variant: Variant, queued: bool) -> str | None:
+        """Tell a trial whose answer needs no measuring; return why, or None if it does."""
+        text, known = variant.text, self.outcome.measurements
+        if text not in self._legal:
+            self._tell_infeasible(trial, "illegal")
+            return "illegal"
+        if text in known:
+            trial.set_user_attr("repeat", True)
+            self._finish(trial, known[text], keep=False)
+            return "known"
+        if text in self._pending or self._is_claimed(trial, text, queued):
+            self._study.tell(trial, state=TrialState.PRUNED)
+            return "claimed"
+        try:
+            key = self.ground.key(variant)
+        except KtuneError as error:
+            known[text] = Measurement("compile_error", detail=str(error).splitlines()[0])
+            self._finish(trial, known[text])
+            return "does not render"
+        if "source" not in trial.user_attrs:
+            trial.set_user_attr("source", key)
+        return None
+
+    def _is_claimed(self, trial: Trial, text: str, queued: bool) -> bool:
+        """Return whether another process measures this very variant.
+
+        Queued trials name their variant from birth, so the lowest number goes first and exactly
+        one proceeds. A sampler's trial gets its name late, and yields to any other.
+        """
+        if not self._shared:
+            return False
+        others = [
+            other
+            for other in self._study.get_trials(deepcopy=False)
+            if other.number != trial.number
+            and other.user_attrs.get("variant") == text
+            and other.state in (*UNFINISHED, TrialState.COMPLETE)
+            and "borrowed" not in other.user_attrs
+        ]
+        if queued:
+            return any(
+                other.number < trial.number or other.state == TrialState.COMPLETE
+                for other in others
+            )
+        return bool(others)
+
+    def _finish(self, trial: Trial, measurement: Measurement, keep: bool = True) -> None:
+        if keep:
+            trial.set_user_attr("measurement", measurement.to_dict())
+        if measurement.latency_ms is None:
+            self._tell_infeasible(trial, measurement.status)
+        else:
+            self._study.tell(trial, measurement.latency_ms)
+
+    def _tell_infeasible(self, trial: Trial, why: str) -> None:
+        """Tell a variant without a time in a way that the sampler learns from."""
+        trial.set_constraint(why, 1.0)
+        self._study.tell(trial, math.inf)
+
+    def _key_or_none(self, variant: Variant) -> str | None:
+        """Return the key; None for a variant that does not render (it will say so when tried)."""
+        try:
+            return self.ground.key(variant)
+        except KtuneError:
+            return None
+
+    def _waiting(self) -> bool:
+        return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def _unfinished(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=UNFINISHED)
+
+    def _refresh(self) -> None:
+        """Take in what other processes have measured, and what they are at."""
+        trials = self._study.get_trials(deepcopy=False)
+        states = UNFINISHED if self._shared else (TrialState.WAITING,)
+        self._elsewhere = {
+            str(trial.user_attrs["variant"])
+            for trial in trials
+            if trial.state in states and "variant" in trial.user_attrs
+        } - self._pending.keys()
+        if self._shared:
+            for trial in trials:
+                text = trial.user_attrs.get("variant")
+                if trial.state == TrialState.COMPLETE and text in self._legal:
+                    found = trial.user_attrs.get("measurement")
+                    if found and text not in self.outcome.measurements:
+                        self.outcome.measurements[text] = Measurement.from_dict(found)
 
     def _borrow(self) -> set[str]:
         """Give this study the measurements that other studies of the problem have made."""
-        own = {trial.user_attrs.get("variant") for trial in self._study.get_trials(deepcopy=False)}
+        trials = self._study.get_trials(deepcopy=False)
+        own = {trial.user_attrs.get("variant") for trial in trials}
+        there = {trial.user_attrs.get("borrowed") for trial in trials}
         borrowed = self.outcome.measurements.keys() - own
-        for text in sorted(borrowed):
+        for text in sorted(borrowed - there):
             variant, measurement = self._legal[text], self.outcome.measurements[text]
             if measurement.latency_ms is not None:
                 self._study.add_trial(
@@ -151,114 +415,8 @@ class ProblemSearch:
                 )
         return borrowed
 
-    def _first_variants(self, default: Variant, everything: bool) -> list[Variant]:
-        rest = list(self._legal.values()) if everything else []
-        return list({v.text: v for v in [default, *self._seeds, *rest]}.values())
 
-    def _next_queued(self, queue: list[Variant]) -> Variant | None:
-        while queue:
-            variant = queue.pop(0)
-            if variant.text in self._legal and self._is_new(variant):
-                return self._ask_for(variant)
-        return None
-
-    def _is_new(self, variant: Variant) -> bool:
-        return variant.text not in self.outcome.measurements and variant.text not in self._pending
-
-    def _ask_for(self, variant: Variant) -> Variant:
-        """Open a trial with exactly this variant's parameters."""
-        self._study.enqueue_trial(self._axes.encode(variant))
-        trial = self._study.ask()
-        self._axes.suggest(trial)
-        self._pending[variant.text] = trial
-        return variant
-
-    def _propose(self) -> Variant | None:
-        """Ask the sampler; where it names an illegal or known variant, take the nearest new one."""
-        trial = self._study.ask()
-        variant = Variant.of(self._problem.op, self._axes.suggest(trial))
-        if variant.text in self._legal and self._is_new(variant):
-            self._pending[variant.text] = trial
-            return variant
-        if variant.text not in self._legal:
-            self._tell_infeasible(trial, variant, "illegal")
-        elif variant.text in self._pending:
-            self._study.tell(trial, state=TrialState.PRUNED)
-        else:
-            self._finish(trial, variant, self.outcome.measurements[variant.text])
-        unseen = [other for other in self._legal.values() if self._is_new(other)]
-        nearest = min(unseen, key=lambda o: distance(variant.values, o.values), default=None)
-        return self._ask_for(nearest) if nearest else None
-
-    def _tell(self, variant: Variant, measurement: Measurement) -> None:
-        trial = self._pending.pop(variant.text)
-        self.outcome.measurements[variant.text] = measurement
-        self.outcome.measured += 1
-        trial.set_user_attr("source", self._keys[variant.text])
-        self._finish(trial, variant, measurement)
-
-    def _finish(self, trial: Trial, variant: Variant, measurement: Measurement) -> None:
-        if measurement.latency_ms is None:
-            self._tell_infeasible(trial, variant, measurement.status, measurement)
-            return
-        _describe(trial, variant, measurement)
-        self._study.tell(trial, measurement.latency_ms)
-
-    def _tell_infeasible(
-        self, trial: Trial, variant: Variant, why: str, measurement: Measurement | None = None
-    ) -> None:
-        """Tell a variant without a time in a way that the sampler learns from."""
-        trial.set_constraint(why, 1.0)
-        _describe(trial, variant, measurement)
-        self._study.tell(trial, math.inf)
-
-    def _key(self, variant: Variant) -> str:
-        """Return what a measurement belongs to: rendered source and launch options."""
-        source = render(variant, self._problem)
-        return f"{source.id} {json.dumps(variant.options, sort_keys=True)}"
-
-    def _open(self, storage: BaseStorage, seed: int) -> optuna.Study:
-        sampler = TPESampler(multivariate=True, group=True, constant_liar=True, seed=seed)
-        try:
-            study = optuna.create_study(
-                storage=storage, study_name=self._name, sampler=sampler, load_if_exists=True
-            )
-            study.set_user_attr("family", self._family)
-            _close_abandoned(study)
-        except optuna.exceptions.StorageInternalError as error:
-            raise StorageError(f"the study storage failed: {error}") from error
-        return study
-
-    @property
-    def _family(self) -> str:
-        """What studies must share for their measurements to hold in each other."""
-        return self._name.rpartition(" | space ")[0]
-
-    def _recall(self, storage: BaseStorage) -> dict[str, Measurement]:
-        """Return the measurements of this problem in all studies of the storage, by key."""
-        known: dict[str, Measurement] = {}
-        for summary in optuna.get_all_study_summaries(storage, include_best_trial=False):
-            if summary.user_attrs.get("family") == self._family:
-                trials = storage.get_all_trials(summary._study_id, deepcopy=False)
-                known |= _measurements(trials)
-        return known
-
-
-def _close_abandoned(study: optuna.Study) -> None:
-    """End the trials that a killed process left running."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        started = trial.datetime_start
-        if started is not None and datetime.now() - started > ABANDONED_AFTER:
-            study.tell(trial.number, state=TrialState.FAIL)
-
-
-def _describe(trial: Trial, variant: Variant, measurement: Measurement | None) -> None:
-    trial.set_user_attr("variant", variant.text)
-    if measurement is not None:
-        trial.set_user_attr("measurement", measurement.to_dict())
-
-
-def _measurements(trials: Iterable[FrozenTrial]) -> dict[str, Measurement]:
+def _by_source(trials: Iterable[FrozenTrial]) -> dict[str, Measurement]:
     found = {}
     for trial in trials:
         attributes = trial.user_attrs
