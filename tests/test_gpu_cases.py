@@ -868,9 +868,9 @@ WILD = """
 import torch, triton
 import triton.language as tl
 from types import SimpleNamespace
-from ktune.bench import tasks
+from ktune.bench import gate, tasks
 
-REAL = tasks.load_module
+REAL = gate.load_module
 
 @triton.jit
 def wild_read(x, out):
@@ -879,10 +879,10 @@ def wild_read(x, out):
 def launch(x, out, **options):
     wild_read[(1,)](x, out)
 
-def measure(problem, variant, index):
+def measure(problem, variant, *rest):
     wild = "block_m=2 " in variant
-    tasks.load_module = (lambda source: SimpleNamespace(launch=launch)) if wild else REAL
-    return tasks.measure_variant(problem, variant, index)
+    gate.load_module = (lambda source: SimpleNamespace(launch=launch)) if wild else REAL
+    return tasks.measure_variant(problem, variant, *rest)
 """
 
 
@@ -937,9 +937,9 @@ def test_c117_worker_with_a_sticky_error_is_replaced(cuda, tmp_path, monkeypatch
     problem, bad = "softmax m=64 n=64", "one_tile block_m=2 eviction=none num_warps=1"
     try:
         with pytest.raises(WorkerDied):
-            worker.call("wild_variant:measure", problem, bad, 0, timeout_s=60)
+            worker.call("wild_variant:measure", problem, bad, "cuda:0", timeout_s=60)
         good = bad.replace("block_m=2", "block_m=4")
-        found = worker.call("wild_variant:measure", problem, good, 0, timeout_s=60)
+        found = worker.call("wild_variant:measure", problem, good, "cuda:0", timeout_s=60)
         assert found["status"] == "ok"
     finally:
         worker.kill()

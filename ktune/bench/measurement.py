@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Status = Literal["ok", "wrong", "compile_error", "over_limit", "crashed", "timeout", "bad_timing"]
@@ -24,6 +24,9 @@ class Measurement:
         shared_bytes: per program.
         error: largest error against float64, in units of the output (or of its row's largest).
         error_limit: largest error allowed.
+        compile_s: seconds spent compiling.
+        check_s: seconds spent checking.
+        time_s: seconds spent timing.
         detail: the first line of an error message; empty if ``ok``.
     """
 
@@ -36,6 +39,9 @@ class Measurement:
     shared_bytes: int | None = None
     error: float | None = None
     error_limit: float | None = None
+    compile_s: float | None = None
+    check_s: float | None = None
+    time_s: float | None = None
     detail: str = ""
 
     @property
@@ -59,4 +65,7 @@ class Measurement:
             self.latency_ms is not None and math.isfinite(self.latency_ms) and self.latency_ms > 0
         ):
             return self
-        return Measurement("bad_timing", detail=f"the timer returned {self.latency_ms}")
+        return replace(
+            self, status="bad_timing", latency_ms=None, spread_ms=None,
+            detail=f"the timer returned {self.latency_ms}",
+        )  # fmt: skip

@@ -17,10 +17,27 @@ PROTOCOL = "cuda-events-cold-l2-v1"
 """Names how times are taken; times of different protocols are never compared."""
 
 WARMUP = 3
-ESTIMATE = 5
-LEAST_SAMPLES = 15
-MOST_SAMPLES = 50
-SAMPLE_BUDGET_MS = 20.0
+CLEARLY_BEATEN = 2.0
+"""Times the best at which five samples are enough."""
+DRIFT = 0.02
+"""Share of the best by which a time may change between two moments of a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many samples are taken.
+
+    Attributes:
+        estimate: for a first look.
+        least: enough to see the noise.
+        most: where samples are cheap.
+        budget_ms: about the time that all samples may take.
+    """
+
+    estimate: int = 5
+    least: int = 15
+    most: int = 50
+    budget_ms: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,57 @@ class Timing:
         return high - low
 
 
+def race(
+    sample: Callable[[int], list[float]], best_ms: float | None = None, counts: Counts | None = None
+) -> Timing:
+    """Take samples of one launch, and stop early once it has clearly lost.
+
+    First an estimate. If its median is over twice ``best_ms``, those samples are the timing.
+    Then ``least`` samples. If their median is over ``best_ms`` by more than the noise, they are:
+    the noise is their interquartile range, or 2 % of ``best_ms`` where that is more, since the
+    best was timed at another moment. Otherwise the order is in doubt, and as many are added as
+    fit ``budget_ms``. Without a ``best_ms`` nothing stops early.
+
+    Args:
+        sample: takes so many samples, in ms.
+        best_ms: the best median known.
+        counts: how many; ``Counts()`` if left out.
+    """
+    counts = counts or Counts()
+    first = sample(counts.estimate)
+    estimate = statistics.median(first)
+    if best_ms is not None and estimate > CLEARLY_BEATEN * best_ms:
+        return Timing(tuple(first))
+    seen = sample(counts.least)
+    timing = Timing(tuple(seen))
+    if best_ms is not None:
+        noise = max(timing.spread_ms, DRIFT * best_ms)
+        if timing.latency_ms - best_ms > noise:
+            return timing
+    total = min(counts.most, int(counts.budget_ms / max(estimate, 1e-3)))
+    return Timing((*seen, *sample(total - counts.least))) if total > counts.least else timing
+
+
+def interleaved(
+    sample: Callable[[list[int]], list[float]], count: int, rounds: int
+) -> list[Timing]:
+    """Time several launches in turn, in a new order each round.
+
+    Args:
+        sample: takes one sample, in ms, of each launch in the order given.
+        count: how many launches.
+        rounds: samples of each.
+    """
+    samples: list[list[float]] = [[] for _ in range(count)]
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        order = list(range(count))
+        shuffle.shuffle(order)
+        for i, value in zip(order, sample(order), strict=True):
+            samples[i].append(value)
+    return [Timing(tuple(values)) for values in samples]
+
+
 class Timer:
     """Times launches on one GPU.
 
@@ -57,13 +125,15 @@ class Timer:
         self._flush = torch.empty(words, dtype=torch.int32, device=f"cuda:{index}")
         self._flush_ms = min(self._sample([(self._flush.zero_, 1)] * 5))
 
-    def time(self, launch: Callable[[], object]) -> Timing:
-        """Warm up, estimate, then take as many samples as fit about 20 ms of GPU time."""
+    def time(self, launch: Callable[[], object], best_ms: float | None = None) -> Timing:
+        """Warm up, then take samples by the rule of ``race``: about 20 ms of GPU time at most.
+
+        Args:
+            launch: what to time.
+            best_ms: the best median known; what is clearly slower gets few samples.
+        """
         timed = (launch, self._prepare(launch))
-        estimate = statistics.median(self._sample([timed] * ESTIMATE))
-        count = int(SAMPLE_BUDGET_MS / max(estimate, 1e-3))
-        count = max(LEAST_SAMPLES, min(MOST_SAMPLES, count))
-        return Timing(tuple(self._sample([timed] * count)))
+        return race(lambda count: self._sample([timed] * count), best_ms)
 
     def interleave(self, launches: Sequence[Callable[[], object]], rounds: int) -> list[Timing]:
         """Time several launches in turn, in a new order each round.
@@ -71,14 +141,9 @@ class Timer:
         Sample ``i`` of every launch is of round ``i``, so samples can be paired.
         """
         timed = [(launch, self._prepare(launch)) for launch in launches]
-        samples: list[list[float]] = [[] for _ in launches]
-        shuffle = random.Random(0)
-        for _ in range(rounds):
-            order = list(range(len(launches)))
-            shuffle.shuffle(order)
-            for i, value in zip(order, self._sample([timed[i] for i in order]), strict=True):
-                samples[i].append(value)
-        return [Timing(tuple(values)) for values in samples]
+        return interleaved(
+            lambda order: self._sample([timed[i] for i in order]), len(launches), rounds
+        )
 
     def _prepare(self, launch: Callable[[], object]) -> int:
         """Warm a launch up; return how many flushes hide the host time of preparing it."""

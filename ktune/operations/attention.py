@@ -29,6 +29,8 @@ from ktune.problem import Problem, Scalar
 from ktune.variant import Variant
 
 CAUSAL = ("none", "upper_left", "lower_right")
+HUGE = {"float16": 65504.0, "bfloat16": 2.0**63, "float32": 2.0**63}
+"""Largest queries and keys of the huge scores, whose float32 products stay finite."""
 CHUNK_BYTES = 2 << 30
 """Most bytes of float64 scores that the reference holds at once."""
 
@@ -55,7 +57,7 @@ class Attention(Operation):
         Field("tf32", False, help="float32 products may use TF32"),
         Field("return_lse", False, help="also return the log-sum-exp"),
     )
-    distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink")
+    distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink", "huge")
     roof = "compute"
     relative_outputs = frozenset({"out"})
 
@@ -135,7 +137,10 @@ class Attention(Operation):
         )
 
     def proving(self, problem: Problem) -> list[Problem]:
-        """Return two ragged problems, one with more queries than keys, both with an LSE."""
+        """Return two ragged problems, one with more queries than keys, both with an LSE.
+
+        The latter has rows that see no key where the mask is aligned lower right.
+        """
         ratio = min(problem.size("heads") // problem.size("heads_kv"), 2)
         small = problem.replace(batch=2, heads=2 * ratio, heads_kv=2, return_lse=True)
         return [
@@ -156,7 +161,7 @@ class Attention(Operation):
             torch.randn(batch, h, s, d, generator=source, device=device)
             for h, s in ((heads, sq), (kv, sk), (kv, sk))
         )
-        _shape_scores(q, k, distribution)
+        _shape_scores(q, k, distribution, HUGE[problem.word("dtype")])
         q, k, v = (_lay_out(t.to(self.dtype(problem)), problem) for t in (q, k, v))
         return {"q": q, "k": k, "v": v, "scale": 1.0 / math.sqrt(d)}
 
@@ -307,7 +312,7 @@ def _lay_out(t: torch.Tensor, problem: Problem) -> torch.Tensor:
     return packed[..., 1:].transpose(1, 2)
 
 
-def _shape_scores(q: torch.Tensor, k: torch.Tensor, distribution: str) -> None:
+def _shape_scores(q: torch.Tensor, k: torch.Tensor, distribution: str, top: float) -> None:
     """Turn normal queries and keys into the named distribution of scores, in place."""
     sk, d = k.shape[-2:]
     ramp = torch.arange(sk, device=k.device, dtype=k.dtype) / max(sk - 1, 1)
@@ -322,16 +327,35 @@ def _shape_scores(q: torch.Tensor, k: torch.Tensor, distribution: str) -> None:
         else:
             k[..., 0] = root * 100 * (ramp if distribution == "rising" else -ramp)
     elif distribution == "adversarial":
-        _adversarial_heads(q, k, ramp, root)
+        _adversarial_heads(q, k.flatten(0, 1), ramp, root)
+    elif distribution == "huge":
+        _huge_heads(q, k.flatten(0, 1), ramp, top)
     elif distribution != "normal":
         raise ValueError(f"attention inputs have no distribution {distribution!r}")
 
 
 def _adversarial_heads(q: torch.Tensor, k: torch.Tensor, ramp: torch.Tensor, root: float) -> None:
-    """Give each key head, by turns, one of four patterns; scores lie within about +-300."""
+    """Give each key head [B * Hkv, Sk, D], by turns, one of four patterns of scores up to +-300."""
     q[..., 0] = root
-    k[:, 0::4, :, 0] = root * (600 * ramp - 300)  # the maximum rises in every tile
-    k[:, 1::4, :, 0] = root * (300 - 600 * ramp)  # it never rises again
-    k[:, 2::4, :, 0] = 0
-    k[:, 2::4, ramp.shape[0] // 3 :: 97, 0] = root * 300  # spikes
-    k[:, 3::4, :, 0] = root * -300  # all far below zero
+    k[0::4, :, 0] = root * (600 * ramp - 300)  # the maximum rises in every tile
+    k[1::4, :, 0] = root * (300 - 600 * ramp)  # it never rises again
+    k[2::4, :, 0] = 0
+    k[2::4, ramp.shape[0] // 3 :: 97, 0] = root * 300  # spikes
+    k[3::4, :, 0] = root * -300  # all far below zero
+
+
+def _huge_heads(q: torch.Tensor, k: torch.Tensor, ramp: torch.Tensor, top: float) -> None:
+    """Give each key head, by turns, one of four patterns of scores that reach ``+-top ** 2``.
+
+    Each is a product of two numbers of few bits, so every precision computes it exactly, ties
+    included; every other query has the sign changed.
+    """
+    levels = ((2 * ramp - 1) * 64).round() / 64
+    q.zero_()
+    k.zero_()
+    q[:, :, 0::2, 0], q[:, :, 1::2, 0] = top, -top
+    k[0::4, :, 0] = levels * top
+    k[1::4, :, 0] = -levels * top
+    k[2::4, :, 0] = top  # equal scores: the mean of V
+    k[3::4, :, 0] = -top
+    k[3::4, ramp.shape[0] // 3, 0] = top  # one spike over all others

@@ -63,13 +63,19 @@ class Operation(ABC):
     name: str
     fields: tuple[Field, ...]
     distributions: tuple[str, ...]
-    """Names that ``make_inputs`` takes; the first is the friendly one, the second adversarial."""
+    """Names that ``make_inputs`` takes; the first is the friendly one, the second adversarial.
+
+    Cover what breaks kernels: peaks, a maximum that rises or falls all along, a first score that
+    outweighs the rest, rows of -inf, finite scores as large as the dtype has.
+    """
     roof: str
     """``memory`` or ``compute``: which of the device's ceilings the operation runs against."""
     relative_outputs: frozenset[str] = frozenset()
     """Outputs whose errors count relative to the largest magnitude of their row."""
     tolerance: tuple[float, float] = (2.0, 1e-5)
     """Factor and floor of the rule: error <= factor * eager PyTorch's error + floor."""
+    deterministic: bool = True
+    """Whether a repeated launch must give the same bits (contract D15)."""
     templates: str = ""
     """A folder of templates outside ktune, searched first; empty for the shipped ones."""
 
@@ -138,7 +144,7 @@ class Operation(ABC):
 
     @abstractmethod
     def make_outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
-        """Return uninitialised outputs."""
+        """Return uninitialised outputs; a check lays copies of equal strides in guarded memory."""
 
     @abstractmethod
     def arguments(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ class Softmax(Operation):
         Field("dtype", "bfloat16", choices=tuple(DTYPES), help="of input and output"),
         Field("layout", "rows", choices=("rows", "strided"), help="how rows lie in memory"),
     )
-    distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink")
+    distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink", "huge")
     roof = "memory"
     relative_outputs = frozenset({"out"})
 
@@ -78,8 +78,11 @@ class Softmax(Operation):
         )
 
     def proving(self, problem: Problem) -> list[Problem]:
-        """Return the same row length with few, odd rows; and a ragged one of equal structure."""
-        n, few = problem.size("n"), problem.replace(m=min(problem.size("m"), 13))
+        """Return the same row length with few, odd rows; and a ragged one of equal structure.
+
+        There are 13 rows even where the problem has fewer, so that no adversarial row is left out.
+        """
+        n, few = problem.size("n"), problem.replace(m=13)
         block = next_power_of_two(n)
         if n == block or n - 1 <= block // 2:
             return [few]
@@ -91,7 +94,7 @@ class Softmax(Operation):
         """Return ``x``: [m, n], or [2, 1, m / 2, n]-like with permuted strides if strided."""
         m, n = problem.size("m"), problem.size("n")
         x = torch.randn(m, n, generator=generator(seed, device), device=device)
-        _shape_rows(x, distribution)
+        _shape_rows(x, distribution, torch.finfo(self.dtype(problem)).max)
         x = x.to(self.dtype(problem))
         if problem.word("layout") == "strided":
             x = x.t().contiguous().t().reshape(1, 1, m, n) if m * n else x.reshape(1, 1, m, n)
@@ -129,8 +132,8 @@ def _streaming_tile(problem: Problem) -> dict[str, Scalar]:
     return {"block_n": 512, "block_m": 8}
 
 
-def _shape_rows(x: torch.Tensor, distribution: str) -> None:
-    """Turn normal rows into the named distribution, in place."""
+def _shape_rows(x: torch.Tensor, distribution: str, top: float) -> None:
+    """Turn normal rows into the named distribution, in place; ``top`` is the dtype's largest."""
     n = x.shape[1]
     ramp = torch.arange(n, device=x.device, dtype=x.dtype) / max(n - 1, 1)
     if distribution == "normal":
@@ -145,6 +148,8 @@ def _shape_rows(x: torch.Tensor, distribution: str) -> None:
         x[:, :1] += 30
     elif distribution == "adversarial":
         _adversarial_rows(x, ramp)
+    elif distribution == "huge":
+        _huge_rows(x, ramp, top)
     else:
         raise ValueError(f"softmax inputs have no distribution {distribution!r}")
 
@@ -162,3 +167,14 @@ def _adversarial_rows(x: torch.Tensor, ramp: torch.Tensor) -> None:
     x[6::9, n - 1] = math.inf  # NaN in this row only
     x[7::9, n // 2] = math.nan  # NaN in this row only
     x[8::9] = 88.72284  # equal values at the edge of exp in float32
+
+
+def _huge_rows(x: torch.Tensor, ramp: torch.Tensor, top: float) -> None:
+    """Give each row, by turns, one of five patterns of finite scores that reach the largest."""
+    n = x.shape[1]
+    x[0::5] = (2 * ramp - 1) * top  # from one end of the range to the other
+    x[1::5] = (1 - 2 * ramp) * top
+    x[2::5] = top  # equal ones at each end: 1 / n
+    x[3::5] = -top
+    x[4::5] = -top
+    x[4::5, n // 3] = top  # one spike over all others
