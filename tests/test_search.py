@@ -23,9 +23,9 @@ from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
 from ktune.search.parameters import Axis
 from ktune.search.recording import RecordedProblem, Recording, find_recording, read_recording
-from ktune.search.storage import open_storage, quiet_optuna
 from ktune.search.replay import ReplayTarget
-from ktune.search.study import Ground, ProblemSearch
+from ktune.search.storage import open_storage
+from ktune.search.study import Ground
 from ktune.search.target import Spent
 from ktune.search.winner import choose
 from ktune.space import Parameter, load_space

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ktune import settings
 from ktune.cli import INTERRUPTED
 from ktune.cli.console import note, warn
-from ktune.cli.options import first_line
+from ktune.cli.options import CPU, first_line
 from ktune.cli.plan import AUTO, Part, make_parts, recording_name
 from ktune.cli.progress import Tracker, make_view
 from ktune.cli.summary import Finding, print_summary
@@ -213,6 +213,8 @@ class Session:
             target = self._live
         self._tracker.device = target.device
         yield target
+        if part.recording is not None:
+            target.close()
 
     def _choose_storage(self) -> str:
         """Return the storage's name: a replay keeps nothing unless told where."""
@@ -267,7 +269,12 @@ def _announce(request: Request, parts: list[Part]) -> None:
     for part in parts:
         count = f"{len(part.problems)} problem{'s' * (len(part.problems) != 1)}"
         if part.recording is None:
-            note(f"{part.space.op}: {count}, measured on a GPU of this machine")
+            where = (
+                "by Triton's interpreter, whose times mean nothing,"
+                if request.devices == (CPU,)
+                else "on a GPU"
+            )
+            note(f"{part.space.op}: {count}, measured {where} of this machine")
             continue
         why = "PyTorch sees no GPU here. " if request.target == AUTO else ""
         versions = ", ".join(f"{k} {v}" for k, v in sorted(part.recording.versions.items()))

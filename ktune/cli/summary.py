@@ -128,6 +128,7 @@ def print_summary(
                 "table": table_path,
                 "storage": storage,
                 "targets": _targets(findings),
+                "breakdown": findings[0].target.spent.to_dict() if findings else {},
                 "results": [finding.to_dict() for finding in findings],
                 "load": load_lines(findings, table_path),
             },
@@ -135,9 +136,24 @@ def print_summary(
         return
     for op in dict.fromkeys(finding.result.problem.op for finding in findings):
         _show_operation(op, [f for f in findings if f.result.problem.op == op])
+    for target in {id(f.target): f.target for f in findings}.values():
+        show("", _spent_line(target))
     lines = load_lines(findings, table_path)
     if lines:
         show("", *lines)
+
+
+def _spent_line(target: Target) -> str:
+    """Return where the seconds of a target went."""
+    spent = target.spent
+    clock = "simulated wall time" if target.replayed_from else "wall time"
+    timers = "1 timing worker" if spent.timers == 1 else f"{spent.timers} timing workers"
+    cores = "1 compile worker" if spent.workers == 1 else f"{spent.workers} compile workers"
+    return (
+        f"{clock} {spent.wall:.1f} s. {timers}: check {spent.check:.1f}, time {spent.time:.1f}, "
+        f"finals {spent.finals:.1f}, idle {spent.idle:.1f} s. {cores}: {spent.compile:.1f} "
+        f"core-seconds. Rendering {spent.render:.1f} s"
+    )
 
 
 def _targets(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -152,6 +168,7 @@ def _targets(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "protocol": target.protocol,
             "versions": target.versions,
             "roofs": target.roofs,
+            "breakdown": target.spent.to_dict(),
         }
     return list(found.values())
 

@@ -28,7 +28,8 @@ from ktune.space import Space
 from ktune.table import Entry, Provenance
 from ktune.variant import Variant
 
-BASELINES = ("torch", "compile", "flash", "cudnn")
+BASELINES = ("torch", "flash", "cudnn")
+"""What finals compare with; ``torch.compile`` takes seconds to compile: ``ktune bench``."""
 NEIGHBOURS = 3
 """Neighbouring problems whose winners are tried first, and whose outcomes guide the sampler."""
 POLL_S = 0.5

@@ -16,7 +16,7 @@ from typing import Any
 from ktune.bench.measurement import Measurement
 from ktune.bench.tasks import COMPILE, COMPILER, DEVICE, FINALS, INTERPRETER, MEASURE, ROOFS, VERIFY
 from ktune.bench.timer import PROTOCOL
-from ktune.bench.wall_timer import PROTOCOL as WALL_PROTOCOL
+from ktune.bench.wall import PROTOCOL as WALL_PROTOCOL
 from ktune.bench.worker import Pool, Task, Worker, WorkerDied, WorkerError, WorkerTimeout
 from ktune.device import Device, cuda_available
 from ktune.errors import NoDeviceError, UsageError

@@ -115,6 +115,7 @@ class ReplayTarget:
 
     def close(self) -> None:
         """Nothing is held."""
+        self.spent.wall = self._now
 
     def _outcome(self, problem: Problem, variant: Variant) -> Measurement:
         missing = Measurement("crashed", detail=UNRECORDED)

@@ -131,8 +131,8 @@ class HillClimb:
         for centre in self._centres(sight):
             apart = self._map.row(self._map.places[centre])[unseen]
             if apart.min() <= self._reach:
-                nearest = np.flatnonzero(apart == apart.min())
-                return variants[unseen[self._random.choice(nearest.tolist())]]
+                nearest: list[int] = np.flatnonzero(apart == apart.min()).tolist()
+                return variants[unseen[self._random.choice(nearest)]]
         return variants[self._random.choice(unseen)]
 
     def _centres(self, sight: Sight) -> list[str]:
@@ -180,7 +180,7 @@ class Transfer:
         """Return the log times that the neighbours predict, nearer ones counting more."""
         assert self._map is not None
         flat = np.zeros(len(self._map.variants))
-        total, weights = flat.copy(), 1e-9
+        total, weights = flat.copy(), np.full_like(flat, 1e-9)
         for rank, outcomes in enumerate(hints):
             guess, trust = self._correct(flat, outcomes, ())
             weight = np.minimum(trust, 1.0) / (1.0 + rank)

@@ -390,7 +390,7 @@ class ProblemSearch:
         } - self._pending.keys()
         if self._shared:
             for trial in trials:
-                text = trial.user_attrs.get("variant")
+                text = str(trial.user_attrs.get("variant"))
                 if trial.state == TrialState.COMPLETE and text in self._legal:
                     found = trial.user_attrs.get("measurement")
                     if found and text not in self.outcome.measurements:
