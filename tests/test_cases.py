@@ -11,14 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import one_search
 
 from ktune.bench.check import check_cases, check_module, make_case
 from ktune.bench.measurement import Measurement
 from ktune.device import COMPILE_TARGETS
 from ktune.operations import operation, parse_problem
 from ktune.operations.attention import compose
-from ktune.search.storage import open_storage, quiet_optuna
-from ktune.search.study import Budget, ProblemSearch
+from ktune.search.storage import open_storage
+from ktune.search.target import Spent
 from ktune.search.winner import choose
 from ktune.space.space import parse_space
 
@@ -168,15 +169,18 @@ class FakeTarget:
     versions, roofs, replayed_from, capacity = {}, {}, None, 1
 
     def __init__(self, latency):
-        self.latency, self.asked, self.queue = latency, [], []
+        self.latency, self.asked, self.queue, self.spent = latency, [], [], Spent()
 
     def submit(self, problem, variant):
         self.asked.append((problem, variant.text))
-        self.queue.append(variant)
+        self.queue.append((problem, variant))
+
+    def now(self):
+        return 0.0
 
     def next(self):
-        variant = self.queue.pop(0)
-        return variant, Measurement("ok", latency_ms=self.latency(variant.values))
+        problem, variant = self.queue.pop(0)
+        return problem, variant, Measurement("ok", latency_ms=self.latency(variant.values))
 
     def close(self):
         pass
@@ -184,10 +188,7 @@ class FakeTarget:
 
 def search(storage, problem=A, blocks=(1, 2, 4, 16), latency=lambda values: 1.0, trials=50):
     target = FakeTarget(latency)
-    default = operation("softmax").default_variant(problem, DEVICE)
-    with quiet_optuna():
-        found = ProblemSearch(space(blocks), problem, target, open_storage(storage), 0)
-        outcome = found.run(Budget(trials), default)
+    outcome = one_search(space(blocks), problem, target, open_storage(storage), trials)
     return outcome, target.asked
 
 

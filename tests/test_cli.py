@@ -372,15 +372,16 @@ class TestSearch:
         assert "damaged" in result.stderr
 
     def test_failed_proof(self, recording, monkeypatch):
-        from ktune.search.campaign import Proof
+        from ktune.search.proof import Proof
 
         def prove(results, target, workers, listener):
             listener.proof_started(1)
             result = results[0]
-            result.proof = Proof(
+            proof = Proof(
                 result.problem, result.entry.variant, {"registers": 32}, 1.0, 1e-5, "out: error 1"
             )
-            listener.proof_done(result.proof)
+            listener.proof_done(proof)
+            return {result.problem.text: proof}
 
         monkeypatch.setattr("ktune.cli.session.prove", prove)
         words = ("search", "softmax", "--target", recording, "--problems", SMALL)
@@ -405,14 +406,14 @@ class TestLive:
     @pytest.fixture(autouse=True)
     def _gpu(self, recording, monkeypatch):
         from ktune.search.recording import read_recording
-        from ktune.search.target import ReplayTarget
+        from ktune.search.replay import ReplayTarget
 
         self.closed = []
 
-        def live(index):
+        def live(places):
             target = ReplayTarget(read_recording(recording))
             target.replayed_from = None
-            target.close = lambda: self.closed.append(index)
+            target.close = lambda: self.closed.append(places[0])
             return target
 
         monkeypatch.setattr("ktune.device.cuda_available", lambda: True)
@@ -426,7 +427,7 @@ class TestLive:
         found = document(self.search("--json", "--device", "cuda:1"))
         assert found["storage"] == f"sqlite:///{tmp_path}/cache/studies.sqlite3"
         assert found["results"][0]["replayed_from"] is None
-        assert self.closed == [1]
+        assert self.closed == ["cuda:1"]
         assert document(self.search("--json"))["results"][0]["new_trials"] == 0
 
     def test_says_that_it_measures(self):
@@ -446,23 +447,23 @@ class TestLive:
         from ktune.errors import StorageError
         from ktune.search.study import ProblemSearch
 
-        run, calls = ProblemSearch.run, []
+        tell, calls = ProblemSearch.tell, []
 
         def fail(self, *args, **kwargs):
             calls.append(1)
             if len(calls) == 1:
                 raise StorageError("database or disk is full")
-            return run(self, *args, **kwargs)
+            return tell(self, *args, **kwargs)
 
-        monkeypatch.setattr(ProblemSearch, "run", fail)
+        monkeypatch.setattr(ProblemSearch, "tell", fail)
         result = self.search("--json")
         assert document(result)["results"][0]["saved"]
-        assert self.closed == [0, 0]
+        assert self.closed == ["cuda:0", "cuda:0"]
 
 
 SLOW_MAIN = """
 import time
-from ktune.search.target import ReplayTarget
+from ktune.search.replay import ReplayTarget
 answer = ReplayTarget.next
 ReplayTarget.next = lambda self: (time.sleep(0.2), answer(self))[1]
 from ktune.cli import main

@@ -27,7 +27,7 @@ from ktune.report.compare import (
     usual_problem,
 )
 from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.target import ReplayTarget
+from ktune.search.replay import ReplayTarget
 from ktune.space import load_space
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 50 << 20, 141)

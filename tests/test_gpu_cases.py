@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import one_search
 
 import ktune
 from ktune.bench.check import Case, check_module, compare, make_case
@@ -889,27 +890,24 @@ def measure(problem, variant, *rest):
 @pytest.fixture
 def live(cuda, tmp_path, monkeypatch):
     """A live target whose worker can be made to run a variant that reads out of bounds."""
-    from ktune.search import target
+    from ktune.search import live
 
     (tmp_path / "wild_variant.py").write_text(WILD)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.zeros(1, device=cuda)  # CUDA runs in this process before workers are started
-    found = target.LiveTarget(cuda.index, compilers=4)
-    yield SimpleNamespace(target=found, module=target)
+    found = live.LiveTarget([f"cuda:{cuda.index}"], compilers=4)
+    yield SimpleNamespace(target=found, module=live)
     found.close()
 
 
 @gpu
 def test_c110_search_ends_with_a_winner_where_most_exceed_shared_memory(live):
-    from ktune.search.storage import open_storage, quiet_optuna
-    from ktune.search.study import Budget, ProblemSearch
+    from ktune.search.storage import open_storage
 
     space = parse_space(TIGHT_SPACE, "tight.yaml")
     (problem,) = space.problem_set()
     default = space.operation.default_variant(problem, live.target.device)
-    with quiet_optuna():
-        search = ProblemSearch(space, problem, live.target, open_storage("memory"), 0)
-        outcome = search.run(Budget(4), default)
+    outcome = one_search(space, problem, live.target, open_storage("memory"), 4)
     statuses = sorted(m.status for m in outcome.measurements.values())
     assert statuses == ["ok", "over_limit", "over_limit", "over_limit"]
     assert outcome.best()[0][0] == default.text and outcome.best()[0][1].latency_ms > 0
@@ -924,7 +922,7 @@ def test_c117_out_of_bounds_read_costs_one_trial(live, monkeypatch):
     outcomes = {}
     for m, variant in texts.items():
         live.target.submit(problem, variant)
-        outcomes[m] = live.target.next()[1]
+        outcomes[m] = live.target.next()[2]
     assert {m: o.status for m, o in outcomes.items()} == {1: "ok", 2: "crashed", 4: "ok"}
     assert torch.ones(3, device="cuda").sum().item() == 3.0, "this process was never touched"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from helpers import Silent
 
 from ktune.bench.measurement import Measurement
 from ktune.codegen import template_digest
@@ -66,7 +67,7 @@ class FakeTarget:
         problem, variant = self._queue.popleft()
         return problem, variant, self._outcome(variant)
 
-    def finals(self, problem, variants, baselines):
+    def finals(self, problem, variants):
         return {variant.text: [cost(variant)] * 20 for variant in variants}
 
     def verify(self, problem, variant):
@@ -74,13 +75,6 @@ class FakeTarget:
 
     def close(self):
         pass
-
-
-class Silent:
-    """A listener that does nothing."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: None
 
 
 @pytest.fixture
@@ -312,7 +306,7 @@ def test_a_damaged_recording_is_a_clear_error(tmp_path, text):
 
 def test_what_was_not_recorded_is_refused_by_name(space, tmp_path):
     with pytest.raises(RecordingError, match="does not hold softmax m=1 "):
-        ReplayTarget(recording(space)).finals(parse_problem("softmax m=1 n=4096"), [], [])
+        ReplayTarget(recording(space)).finals(parse_problem("softmax m=1 n=4096"), [])
     with pytest.raises(RecordingError, match="no target 'h2000'"):
         find_recording("h2000", "softmax")
 

@@ -183,21 +183,17 @@ class Pool:
 
     def collect(self) -> list[tuple[Any, Any]]:
         """Return the key and the result, or the WorkerError, of every task that has ended."""
-        ready = set(wait(self.connections, 0))
-        for key, worker in list(self._busy.items()):
-            if worker.connection in ready or worker.deadline <= time.monotonic():
-                del self._busy[key]
-                self._ended.append((key, _outcome(worker)))
-                self._idle.append(worker)
-        self._feed()
-        ended, self._ended = list(self._ended), deque()
+        self._gather()
+        ended = list(self._ended)
+        self._ended.clear()
         return ended
 
     def next(self) -> tuple[Any, Any]:
         """Wait for any task to end and return its key and its result or its WorkerError."""
         while not self._ended:
-            wait(self.connections, max(0.0, self.deadline - time.monotonic()))
-            self._ended.extend(self.collect())
+            limit = None if math.isinf(self.deadline) else self.deadline - time.monotonic()
+            wait(self.connections, limit and max(0.0, limit))
+            self._gather()
         return self._ended.popleft()
 
     def close(self) -> None:
@@ -207,6 +203,16 @@ class Pool:
         self._busy.clear()
         self._waiting.clear()
         self._ended.clear()
+
+    def _gather(self) -> None:
+        """Move what has ended out of the way, and give the workers more."""
+        ready = set(wait(self.connections, 0))
+        for key, worker in list(self._busy.items()):
+            if worker.connection in ready or worker.deadline <= time.monotonic():
+                del self._busy[key]
+                self._ended.append((key, _outcome(worker)))
+                self._idle.append(worker)
+        self._feed()
 
     def _feed(self) -> None:
         while self._waiting and self._idle:

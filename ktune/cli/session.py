@@ -269,12 +269,10 @@ def _announce(request: Request, parts: list[Part]) -> None:
     for part in parts:
         count = f"{len(part.problems)} problem{'s' * (len(part.problems) != 1)}"
         if part.recording is None:
-            where = (
-                "by Triton's interpreter, whose times mean nothing,"
-                if request.devices == (CPU,)
-                else "on a GPU"
-            )
-            note(f"{part.space.op}: {count}, measured {where} of this machine")
+            where = "on a GPU of this machine"
+            if request.devices == (CPU,):
+                where = "by Triton's interpreter: the times mean nothing"
+            note(f"{part.space.op}: {count}, measured {where}")
             continue
         why = "PyTorch sees no GPU here. " if request.target == AUTO else ""
         versions = ", ".join(f"{k} {v}" for k, v in sorted(part.recording.versions.items()))

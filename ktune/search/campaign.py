@@ -28,8 +28,6 @@ from ktune.space import Space
 from ktune.table import Entry, Provenance
 from ktune.variant import Variant
 
-BASELINES = ("torch", "flash", "cudnn")
-"""What finals compare with; ``torch.compile`` takes seconds to compile: ``ktune bench``."""
 NEIGHBOURS = 3
 """Neighbouring problems whose winners are tried first, and whose outcomes guide the sampler."""
 POLL_S = 0.5
@@ -261,7 +259,7 @@ class Campaign:
         finalists = _finalists(result.outcome, result.default)
         while finalists:
             target, problem = self._target, result.problem
-            result.samples = target.finals(problem, finalists, list(BASELINES))
+            result.samples = target.finals(problem, finalists)
             own = {v.text: result.samples.get(v.text, []) for v in finalists}
             winner = choose(result.default.text, own, result.outcome.measurements)
             if winner is None:
@@ -325,7 +323,7 @@ def record(
         target.versions,
         target.roofs,
         template_digest(op),
-        target.spent.workers,
+        workers=target.spent.workers,
     )
     for result in results:
         recording.problems[result.problem.text] = RecordedProblem(

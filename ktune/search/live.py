@@ -35,6 +35,8 @@ LIMIT_AFTER = 10
 MEASURE_LIMIT_S = 60.0
 FINALS_LIMIT_S = 300.0
 ROUNDS = 25
+BASELINES = ("torch", "flash", "cudnn")
+"""What finals compare with. ``torch.compile`` takes seconds to compile: see ``ktune bench``."""
 
 
 Key = tuple[str, str]
@@ -126,14 +128,12 @@ class LiveTarget:
             self._turn()
         return self._done.popleft()
 
-    def finals(
-        self, problem: Problem, variants: list[Variant], baselines: list[str]
-    ) -> dict[str, list[float]]:
+    def finals(self, problem: Problem, variants: list[Variant]) -> dict[str, list[float]]:
         """Time variants and baselines in turn; empty if the timing worker fails."""
         texts = [variant.text for variant in variants]
         try:
             found: dict[str, list[float]] = self._final_call(
-                FINALS, problem.text, texts, baselines, ROUNDS
+                FINALS, problem.text, texts, list(BASELINES), ROUNDS
             )
         except WorkerError:
             return {}

@@ -57,8 +57,8 @@ class Recording:
     versions: dict[str, str]
     roofs: dict[str, float]
     templates: str
-    workers: int = 1
     problems: dict[str, RecordedProblem] = field(default_factory=dict)
+    workers: int = 1
 
     @property
     def title(self) -> str:

@@ -90,9 +90,7 @@ class ReplayTarget:
         self._now = max(self._now, self._timer_free)
         return job.problem, job.variant, outcome
 
-    def finals(
-        self, problem: Problem, variants: list[Variant], baselines: list[str]
-    ) -> dict[str, list[float]]:
+    def finals(self, problem: Problem, variants: list[Variant]) -> dict[str, list[float]]:
         """Return recorded finals; a variant outside them has its recorded median."""
         seen = self._recording.problem(problem)
         found: dict[str, list[float]] = {}
@@ -102,8 +100,7 @@ class ReplayTarget:
                 found[text] = seen.finals[text]
             elif latency is not None:
                 found[text] = [latency]
-        wanted = [f"baseline:{name}" for name in baselines]
-        found |= {name: seen.finals[name] for name in wanted if name in seen.finals}
+        found |= {name: seen.finals[name] for name in seen.finals if name.startswith("baseline:")}
         seconds = ROUNDS * sum(samples[0] for samples in found.values()) / 1e3
         self.spent.finals += seconds
         self._timer_free = self._now = max(self._now, self._timer_free) + seconds

@@ -70,9 +70,7 @@ class Target(Protocol):
     def next(self) -> tuple[Problem, Variant, Measurement]:
         """Return the next outcome, in any order."""
 
-    def finals(
-        self, problem: Problem, variants: list[Variant], baselines: list[str]
-    ) -> dict[str, list[float]]:
+    def finals(self, problem: Problem, variants: list[Variant]) -> dict[str, list[float]]:
         """Time variants and baselines in turn; samples by variant text or ``baseline:<name>``.
 
         Paired by index where taken together; a single sample each where only medians are known.
