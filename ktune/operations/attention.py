@@ -57,6 +57,7 @@ class Attention(Operation):
     )
     distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink")
     roof = "compute"
+    batch_fields = ("batch",)
     relative_outputs = frozenset({"out"})
 
     def fill(self, fields: dict[str, Scalar]) -> None:
