@@ -14,6 +14,7 @@ TABLE_PATH = "KTUNE_TABLE_PATH"
 STORAGE = "KTUNE_STORAGE"
 STRICT = "KTUNE_STRICT"
 DISABLE = "KTUNE_DISABLE"
+BATCH_INVARIANT = "KTUNE_BATCH_INVARIANT"
 
 
 def cache_dir() -> Path:
@@ -48,6 +49,11 @@ def strict() -> bool:
 def disabled() -> bool:
     """Return whether the public functions hand every call to PyTorch."""
     return _flag(DISABLE)
+
+
+def batch_invariant() -> bool:
+    """Return whether the batch may not change which kernel computes a row."""
+    return _flag(BATCH_INVARIANT)
 
 
 def _flag(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ktune.operations.base import Operation
-from ktune.problem import Problem, Scalar
+from ktune.problem import Problem, Scalar, format_scalar
 from ktune.table.entry import Covers, Entry
 from ktune.variant import Variant
 
@@ -49,6 +49,16 @@ def _inside(covers: Covers, own: dict[str, int], asked: dict[str, int]) -> bool:
         if not low <= value <= high:
             return False
     return bool(covers)
+
+
+def describe(entry: Entry) -> str:
+    """Write an entry's problem with its ranges: ``m=1024..65536 n=4096 dtype=bfloat16 ...``."""
+    words = []
+    for name, value in entry.problem:
+        low, high = entry.covers.get(name, (value, value))
+        own = format_scalar(low)
+        words.append(f"{name}={own}" if low == high else f"{name}={own}..{high}")
+    return " ".join(words)
 
 
 def unbatched(op: Operation, problem: Problem) -> Problem:
