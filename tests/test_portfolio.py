@@ -17,7 +17,7 @@ from ktune.operations import operation, parse_problem
 from ktune.search.losses import DRIFT, Grid, noise_ms
 from ktune.search.portfolio import cover, held_out_loss, shortlist
 from ktune.search.recording import find_recording
-from ktune.search.regions import regions
+from ktune.search.regions import by_problem, regions
 from ktune.table import Entry, Provenance, Table
 from ktune.table.region import covers_problem, kernel_key
 from ktune.variant import Variant
@@ -159,8 +159,8 @@ def test_batch_invariant_cover_minimises_the_worst():
     found = cover(times, batch_invariant=True)
     assert found.chosen[softmax(1)] == found.chosen[softmax(512)] == C
     assert found.worst == pytest.approx(0.1)
-    (together,) = (r for r in regions(times, found) if softmax(1) in r.problems)
-    assert together.variant == C and softmax(512) in together.problems
+    homes = by_problem(regions(times, found))
+    assert homes[softmax(1)] is homes[softmax(512)] and homes[softmax(1)].variant == C
     with pytest.raises(UsageError, match="no variant has a time on all of"):
         cover({softmax(1): {A: ok(1.0)}, softmax(2): {B: ok(1.0)}}, batch_invariant=True)
 

@@ -4,6 +4,7 @@ Most tests put a PyTorch stand-in in the place of rendered modules, which checks
 a kernel would get; the last ones run the rendered kernels in Triton's interpreter.
 """
 
+import ast
 import logging
 import math
 import os
@@ -890,6 +891,53 @@ def test_a_row_cut_from_a_padded_tensor_keeps_its_stride():
         row = torch.randn(*shape)[..., :n][:1] if len(shape) > 1 else torch.randn(*shape)
         views = plan_views(row.shape, row.stride(), row.dim() - 1)
         assert views.x_strides == (n, 1) and views.out_strides == (n, 1)
+
+
+STRIDED = (
+    "streaming block_m=8 block_n=512 loop_stages=1 rescale=always second_pass=forward "
+    "eviction=none num_warps=8"
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant", "counts"),
+    [
+        ("softmax m=64 n=1000", "one_tile block_m=2 eviction=none num_warps=4", {"m"}),
+        (
+            "softmax m=64 n=1000 layout=strided",
+            "one_tile block_m=2 eviction=none num_warps=4",
+            {"b", "m"},
+        ),
+        ("softmax m=64 n=4000 layout=strided", STRIDED, {"b", "m"}),
+        (
+            "softmax m=64 n=4000",
+            "streaming block_n=512 eviction=none lanes=1 loop_stages=1 rescale=always "
+            "second_pass=forward num_warps=2",
+            set(),
+        ),
+        (
+            "attention heads=8 seqlen_q=64 head_dim=64",
+            "forward block_m=64 block_n=32 load=pointer normalization=deferred rescale=always "
+            "tile_order=sequential num_warps=4 num_stages=1",
+            {"num_heads", "group", "seqlen_q", "seqlen_k"},
+        ),
+    ],
+)
+def test_triton_compiles_for_no_count_of_rows(problem, variant, counts):
+    """Else a batch of 1, or of 16, would get a kernel of its own, and with it other sums."""
+    asked = parse_problem(problem)
+    tree = ast.parse(codegen.render(Variant.parse(asked.op, variant), asked).text)
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]
+    (kernel,) = (f for f in functions if f.name.startswith(f"{asked.op}_"))
+    taken = {a.arg for a in kernel.args.args}
+    named = [k for d in kernel.decorator_list for k in getattr(d, "keywords", ())]
+    kept = {
+        name for k in named if k.arg == "do_not_specialize" for name in ast.literal_eval(k.value)
+    }
+    assert kept == counts <= taken
+    pointers = ("_ptr", "_desc")
+    rest = {a for a in taken if not a.startswith("stride_") and not a.endswith(pointers)} - kept
+    assert rest <= {"n", "scale_log2"}, "all else is the batch's or must not be specialised"
 
 
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 1000)

@@ -23,6 +23,9 @@ from ktune.table.region import sizes_of
 class Region:
     """A box of sizes in which one variant stands for all problems of one kernel.
 
+    The table's entry of each of its problems carries ``covers``, if the finals leave it this
+    variant; an entry that keeps another (the default, say) covers nothing but itself.
+
     Attributes:
         variant: text.
         covers: first and last size, inclusive, by field; sizes that the structure fixes for any
@@ -73,6 +76,11 @@ def regions(times: Times, cover: Cover, loss: float = LOSS) -> list[Region]:
     return [
         region for group in grid.groups() for region in _Tree(grid, cover, loss, group).regions()
     ]
+
+
+def by_problem(found: Sequence[Region]) -> dict[str, Region]:
+    """Return the region that each measured problem lies in."""
+    return {problem: region for region in found for problem in region.problems}
 
 
 class _Tree:
