@@ -8,6 +8,8 @@ import ast
 import logging
 import math
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
@@ -938,6 +940,62 @@ def test_triton_compiles_for_no_count_of_rows(problem, variant, counts):
     pointers = ("_ptr", "_desc")
     rest = {a for a in taken if not a.startswith("stride_") and not a.endswith(pointers)} - kept
     assert rest <= {"n", "scale_log2"}, "all else is the batch's or must not be specialised"
+
+
+ONE_BINARY = """
+import torch
+from ktune.codegen import load_module, render
+from ktune.codegen.compile import _captured_launches
+from ktune.device import COMPILE_TARGETS
+from ktune.operations import parse_problem
+from ktune.runtime.attention import _tidy
+from ktune.runtime.softmax import plan_views
+from ktune.variant import Variant
+
+def launch(problem, variant, *tensors):
+    asked = parse_problem(problem)
+    chosen = Variant.parse(asked.op, variant)
+    load_module(render(chosen, asked)).launch(*tensors, **chosen.options)
+    return kernels[-1].asm["cubin"]
+
+def softmax(variant, m, n, padding):
+    x = torch.empty(1000, n + padding, device="meta", dtype=torch.bfloat16)[:m, :n]
+    out = torch.empty(m, n, device="meta", dtype=torch.bfloat16)
+    views = plan_views(x.shape, x.stride(), 1)
+    x = x.as_strided(views.shape, views.x_strides)
+    out = out.as_strided(views.shape, views.out_strides)
+    return launch(f"softmax m={m} n={n}", variant, x, out)
+
+def attention(variant, b, length, head_dim):
+    q, k = (torch.empty(1000, h, length, head_dim, device="meta", dtype=torch.bfloat16)[:b]
+            for h in (4, 2))
+    q, k = _tidy(q), _tidy(k)
+    words = f"batch={b} heads=4 heads_kv=2 seqlen_q={length} head_dim={head_dim}"
+    return launch(f"attention {words} causal=upper_left", variant, q, k, k, q, None, 0.1)
+
+with _captured_launches(COMPILE_TARGETS["sm_90"]) as kernels:
+    for n, padding in ((2500, 0), (2501, 0), (2501, 11)):
+        for variant in SOFTMAX:
+            found = {softmax(variant, m, n, padding) for m in BATCHES}
+            assert len(found) == 1, (n, padding, variant)
+    for length, head_dim in ((300, 64), (77, 72), (1, 64)):
+        for load in ("pointer", "descriptor"):
+            variant = ATTENTION.replace("pointer", load)
+            found = {attention(variant, b, length, head_dim) for b in BATCHES}
+            assert len(found) == 1, (length, head_dim, load)
+"""
+
+
+def test_one_binary_for_every_batch():
+    """For an H200, without one: what Triton compiles is the same for every batch."""
+    names = f"BATCHES = {BATCHES}\nSOFTMAX = {(STREAMS[0], STREAMS[2])!r}\nATTENTION = {FORWARDS[1]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", names + ONE_BINARY],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 1000)

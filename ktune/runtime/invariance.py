@@ -35,8 +35,8 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
       then spread a row over threads differently. The counts ``m``, ``b``, ``num_heads``,
       ``group``, ``seqlen_q`` and ``seqlen_k`` are therefore ``do_not_specialize`` in the
       templates, ``n`` bounds the loop and the mask only, and strides and base addresses are those
-      of the layout: a single row of a padded tensor keeps its stride. Attention sums in the
-      layout of the matrix instruction, which strides do not touch.
+      of the layout: a single row of a padded tensor keeps its stride. A test compiles for sm_90
+      and finds one binary for all batches.
 
     Not promised: softmax over another dimension than the last, where a batch of one loses its
     stride; a batch that changes a tensor's layout word (see ``ktune explain``); what PyTorch

@@ -87,7 +87,7 @@ def shortlist(
             lacking = sorted((best & legal(problem)) - set(times[text]))
             if lacking:
                 missing[problem] = [Variant.parse(problem.op, v) for v in lacking]
-    return missing
+    return {problem: missing[problem] for problem in sorted(missing, key=lambda p: p.text)}
 
 
 def cover(
