@@ -14,8 +14,8 @@ from ktune.bench.measurement import Measurement
 from ktune.device import COMPILE_TARGETS
 from ktune.errors import UsageError
 from ktune.operations import operation, parse_problem
-from ktune.search.losses import DRIFT, Grid, noise_ms
-from ktune.search.portfolio import cover, held_out_loss, shortlist
+from ktune.search.losses import DRIFT, MEDIAN_ERROR, Grid, noise_ms
+from ktune.search.portfolio import Cover, cover, held_out_loss, shortlist
 from ktune.search.recording import find_recording
 from ktune.search.regions import by_problem, regions
 from ktune.table import Entry, Provenance, Table
@@ -204,19 +204,26 @@ def test_flips_within_the_noise_are_gone():
         softmax(1 << i): {A: ok(1.0 + 0.009 * (i % 2)), B: ok(1.009 - 0.009 * (i % 2))}
         for i in range(20)
     }
-    found = cover(times)
-    assert len(found.variants) == 1
-    (only,) = regions(times, found)
-    assert only.covers == {"m": (1, 1 << 19), "n": (513, 1023)}
+    best = {problem: min(own, key=lambda v: own[v].latency_ms) for problem, own in times.items()}
+    flipping = Cover((A, B), best, dict.fromkeys(best, 0.0))
+    found = cover(times, loss=0.0)
+    assert set(best.values()) == {A, B} and len(found.variants) == 1
+    for chosen in (found, flipping):
+        (only,) = regions(times, chosen, loss=0.0)
+        assert only.covers == {"m": (1, 1 << 19), "n": (513, 1023)}
 
 
-def test_two_equal_variants_with_random_noise_are_one():
-    """A true tie, drawn 200 times over 20 sizes: no draw may split it."""
-    order = random.Random(0)
+def test_equal_variants_with_random_noise_are_one():
+    """A true tie of noisy medians on 20 sizes, drawn 200 times: next to no draw splits it."""
+    order, split = random.Random(0), 0
+    error = MEDIAN_ERROR * 0.05 / math.sqrt(50)
     for _ in range(200):
-        times = {softmax(1 << i): {v: ok(order.gauss(1, 0.003)) for v in (A, B)} for i in range(20)}
-        found = cover(times)
-        assert len(found.variants) == 1 and len(regions(times, found)) == 1
+        times = {
+            softmax(1 << i): {v: ok(order.gauss(1, error), 0.05) for v in (A, B)} for i in range(20)
+        }
+        found = cover(times, loss=0.0)
+        split += len(regions(times, found, loss=0.0)) > 1
+    assert split <= 20, "a tenth, where 2 standard errors would split over half"
 
 
 def test_a_crossover_is_one_split_at_the_geometric_mean():
@@ -410,7 +417,7 @@ def test_leave_one_problem_out(recording, recorded):
     """H200: 4 of 14 attention problems lie in a region of the others, and lose nothing there.
 
     The others are at the edge of the grid or alone with their structure, so the default variant
-    takes them: 9.7 % in the median and 44.6 % at worst for softmax, 84.9 and 128.3 % for attention.
+    takes them: 9.7 % in the median and 44.6 % at worst for softmax, 85.0 and 128.3 % for attention.
     That is what the edge of a grid costs, not what regions do.
     """
     losses, kinds = leave_one_out(recorded, recording.device)
