@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ktune.runtime.explain import Explanation, explain
     from ktune.runtime.functions import flash_attention, scaled_dot_product_attention, softmax
+    from ktune.runtime.invariance import batch_invariant
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
     "__version__",
+    "batch_invariant",
     "explain",
     "flash_attention",
     "scaled_dot_product_attention",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOME = {
     "Explanation": "ktune.runtime.explain",
+    "batch_invariant": "ktune.runtime.invariance",
     "explain": "ktune.runtime.explain",
     "flash_attention": "ktune.runtime.functions",
     "scaled_dot_product_attention": "ktune.runtime.functions",

@@ -16,6 +16,7 @@ STORAGE = "KTUNE_STORAGE"
 STRICT = "KTUNE_STRICT"
 DISABLE = "KTUNE_DISABLE"
 HEARTBEAT = "KTUNE_HEARTBEAT_S"
+BATCH_INVARIANT = "KTUNE_BATCH_INVARIANT"
 
 
 def cache_dir() -> Path:
@@ -63,6 +64,11 @@ def strict() -> bool:
 def disabled() -> bool:
     """Return whether the public functions hand every call to PyTorch."""
     return _flag(DISABLE)
+
+
+def batch_invariant() -> bool:
+    """Return whether the batch may not change which kernel computes a row."""
+    return _flag(BATCH_INVARIANT)
 
 
 def _flag(name: str) -> bool:

@@ -4,28 +4,46 @@ Most tests put a PyTorch stand-in in the place of rendered modules, which checks
 a kernel would get; the last ones run the rendered kernels in Triton's interpreter.
 """
 
+import ast
 import logging
 import math
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from click.testing import CliRunner
 
 import ktune
 from ktune import codegen
-from ktune.device import COMPILE_TARGETS, Device
-from ktune.errors import CaptureError, CompileError, NoDeviceError, StrictError, TableError
+from ktune.cli import cli
+from ktune.device import COMPILE_TARGETS, Device, device_of
+from ktune.errors import (
+    CaptureError,
+    CompileError,
+    NoDeviceError,
+    SettingsError,
+    StrictError,
+    TableError,
+)
 from ktune.operations import operation, parse_problem
 from ktune.operations.attention import compose
 from ktune.runtime import attention as attention_module
 from ktune.runtime import dispatch, where
 from ktune.runtime.arguments import ArgumentError, ArgumentTypeError
 from ktune.runtime.dispatch import Dispatcher, dispatcher
+from ktune.runtime.invariance import is_batch_invariant
 from ktune.runtime.softmax import plan_views
 from ktune.table import Entry, Provenance, update_table
+from ktune.variant import Variant
 
 DEVICE = COMPILE_TARGETS["sm_90"]
 INF = math.inf
@@ -797,6 +815,312 @@ def test_one_dispatcher():
     assert dispatcher() is dispatcher() and isinstance(dispatcher(), Dispatcher)
     with pytest.raises(TableError):
         raise TableError("kept for callers")
+
+
+# --- batch invariance -------------------------------------------------------------------------
+
+
+def test_mode_nests_and_belongs_to_the_context(monkeypatch):
+    assert not is_batch_invariant()
+    with ktune.batch_invariant():
+        assert is_batch_invariant()
+        with ktune.batch_invariant(False):
+            assert not is_batch_invariant()
+            with ktune.batch_invariant():
+                assert is_batch_invariant()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(is_batch_invariant).result(), "another thread is another context"
+            assert pool.submit(copy_context().run, is_batch_invariant).result()
+    with suppress(KeyError), ktune.batch_invariant():
+        raise KeyError
+    assert not is_batch_invariant()
+    monkeypatch.setenv("KTUNE_BATCH_INVARIANT", "1")
+    assert is_batch_invariant()
+    with ktune.batch_invariant(False):
+        assert not is_batch_invariant()
+    monkeypatch.setenv("KTUNE_BATCH_INVARIANT", "yes")
+    with pytest.raises(SettingsError, match="KTUNE_BATCH_INVARIANT='yes' is not understood"):
+        is_batch_invariant()
+
+
+def test_the_same_call_in_and_out_of_the_mode(stand_in, table, monkeypatch):
+    update_table(table, [entry(block_m=2), entry("softmax m=512 n=32 dtype=float32", block_m=8)])
+    x = torch.randn(64, 32)
+
+    def block(context):
+        with context:
+            ktune.softmax(x, -1)
+            return dict(ktune.explain(PROBLEM, DEVICE).variant.params)["block_m"]
+
+    for _ in range(2):
+        assert block(nullcontext()) == 2
+        assert block(ktune.batch_invariant()) == 8
+    assert len(dispatcher()._bound) == len(dispatcher()._calls) == 2, "remembered apart"
+    variants = [dict(b.match.variant.params)["block_m"] for b in dispatcher()._bound.values()]
+    assert variants == [2, 8]
+    monkeypatch.setenv("KTUNE_BATCH_INVARIANT", "1")
+    assert block(nullcontext()) == 8
+
+
+def test_explain_names_regions_and_ignored_batches(stand_in, table):
+    wide = replace(entry(), covers={"m": (1, 4096), "n": (32, 32)})
+    update_table(table, [wide])
+    found = ktune.explain("softmax m=4000 n=32 dtype=float32", DEVICE)
+    assert found.kind == "region" and found.ignored == ()
+    assert "which covers m=1..4096 n=32 dtype=float32 layout=rows" in str(found)
+    with ktune.batch_invariant():
+        found = ktune.explain("softmax m=9000 n=32 dtype=float32", DEVICE)
+        assert found.kind == "exact" and "batch-invariant: m ignored" in str(found)
+
+
+def test_explain_prints_regions_and_ignored_batches(table, monkeypatch):
+    (found,) = per_batch_entries(["softmax m=64 n=2500"], STREAMS, DEVICE)
+    update_table(table, [replace(found, covers={"m": (1, 4096), "n": (2049, 4095)})], [DEVICE])
+    words = ["explain", "softmax", "m=200", "n=3000", "--target", "sm_90"]
+    shown = CliRunner().invoke(cli, words, catch_exceptions=False).stdout
+    assert "region: an entry whose region of sizes holds the problem" in shown
+    assert "m=1..4096 n=2049..4095 dtype=bfloat16" in shown and "ignored" not in shown
+    monkeypatch.setenv("KTUNE_BATCH_INVARIANT", "1")
+    assert "m (batch-invariant)" in CliRunner().invoke(cli, words, catch_exceptions=False).stdout
+
+
+def test_a_row_cut_from_a_padded_tensor_keeps_its_stride():
+    whole = torch.randn(6, 5, 48)
+    for cut in (whole[0, :, :33], whole[0, 2:3, :33], whole[:, :, :33], whole[1:2, 3:4, :33]):
+        views = plan_views(cut.shape, cut.stride(), cut.dim() - 1)
+        assert views.x_strides == (48, 1) and views.out_strides == (33, 1)
+    for n, shape in ((33, (33,)), (33, (1, 33)), (1, (5, 1))):
+        row = torch.randn(*shape)[..., :n][:1] if len(shape) > 1 else torch.randn(*shape)
+        views = plan_views(row.shape, row.stride(), row.dim() - 1)
+        assert views.x_strides == (n, 1) and views.out_strides == (n, 1)
+
+
+STRIDED = (
+    "streaming block_m=8 block_n=512 loop_stages=1 rescale=always second_pass=forward "
+    "eviction=none num_warps=8"
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant", "counts"),
+    [
+        ("softmax m=64 n=1000", "one_tile block_m=2 eviction=none num_warps=4", {"m"}),
+        (
+            "softmax m=64 n=1000 layout=strided",
+            "one_tile block_m=2 eviction=none num_warps=4",
+            {"b", "m"},
+        ),
+        ("softmax m=64 n=4000 layout=strided", STRIDED, {"b", "m"}),
+        (
+            "softmax m=64 n=4000",
+            "streaming block_n=512 eviction=none lanes=1 loop_stages=1 rescale=always "
+            "second_pass=forward num_warps=2",
+            set(),
+        ),
+        (
+            "attention heads=8 seqlen_q=64 head_dim=64",
+            "forward block_m=64 block_n=32 load=pointer normalization=deferred rescale=always "
+            "tile_order=sequential num_warps=4 num_stages=1",
+            {"num_heads", "group", "seqlen_q", "seqlen_k"},
+        ),
+    ],
+)
+def test_triton_compiles_for_no_count_of_rows(problem, variant, counts):
+    """Else a batch of 1, or of 16, would get a kernel of its own, and with it other sums."""
+    asked = parse_problem(problem)
+    tree = ast.parse(codegen.render(Variant.parse(asked.op, variant), asked).text)
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]
+    (kernel,) = (f for f in functions if f.name.startswith(f"{asked.op}_"))
+    taken = {a.arg for a in kernel.args.args}
+    named = [k for d in kernel.decorator_list for k in getattr(d, "keywords", ())]
+    kept = {
+        name for k in named if k.arg == "do_not_specialize" for name in ast.literal_eval(k.value)
+    }
+    assert kept == counts <= taken
+    pointers = ("_ptr", "_desc")
+    rest = {a for a in taken if not a.startswith("stride_") and not a.endswith(pointers)} - kept
+    assert rest <= {"n", "scale_log2"}, "all else is the batch's or must not be specialised"
+
+
+ONE_BINARY = """
+import torch
+from ktune.codegen import load_module, render
+from ktune.codegen.compile import _captured_launches
+from ktune.device import COMPILE_TARGETS
+from ktune.operations import parse_problem
+from ktune.runtime.attention import _tidy
+from ktune.runtime.softmax import plan_views
+from ktune.variant import Variant
+
+def launch(problem, variant, *tensors):
+    asked = parse_problem(problem)
+    chosen = Variant.parse(asked.op, variant)
+    load_module(render(chosen, asked)).launch(*tensors, **chosen.options)
+    return kernels[-1].asm["cubin"]
+
+def softmax(variant, m, n, padding):
+    x = torch.empty(1000, n + padding, device="meta", dtype=torch.bfloat16)[:m, :n]
+    out = torch.empty(m, n, device="meta", dtype=torch.bfloat16)
+    views = plan_views(x.shape, x.stride(), 1)
+    x = x.as_strided(views.shape, views.x_strides)
+    out = out.as_strided(views.shape, views.out_strides)
+    return launch(f"softmax m={m} n={n}", variant, x, out)
+
+def attention(variant, b, length, head_dim):
+    q, k = (torch.empty(1000, h, length, head_dim, device="meta", dtype=torch.bfloat16)[:b]
+            for h in (4, 2))
+    q, k = _tidy(q), _tidy(k)
+    words = f"batch={b} heads=4 heads_kv=2 seqlen_q={length} head_dim={head_dim}"
+    return launch(f"attention {words} causal=upper_left", variant, q, k, k, q, None, 0.1)
+
+with _captured_launches(COMPILE_TARGETS["sm_90"]) as kernels:
+    for n, padding in ((2500, 0), (2501, 0), (2501, 11)):
+        for variant in SOFTMAX:
+            found = {softmax(variant, m, n, padding) for m in BATCHES}
+            assert len(found) == 1, (n, padding, variant)
+    for length, head_dim in ((300, 64), (77, 72), (1, 64)):
+        for load in ("pointer", "descriptor"):
+            variant = ATTENTION.replace("pointer", load)
+            found = {attention(variant, b, length, head_dim) for b in BATCHES}
+            assert len(found) == 1, (length, head_dim, load)
+"""
+
+
+def test_one_binary_for_every_batch():
+    """For an H200, without one: what Triton compiles is the same for every batch."""
+    names = f"BATCHES = {BATCHES}\nSOFTMAX = {STREAMS[::2]!r}\nATTENTION = {FORWARDS[1]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", names + ONE_BINARY],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+BATCHES = (1, 2, 3, 7, 16, 17, 64, 1000)
+
+
+def per_batch_entries(problems, variants, device):
+    """Return entries that give every batch size a variant of its own, by turns."""
+    numbers = Provenance(0.1, 0.0, 0.2, 1.0, False, 9, "test", "2026-01-31", 3)
+    found = []
+    for i, text in enumerate(problems):
+        problem = parse_problem(text)
+        variant = Variant.parse(problem.op, variants[i % len(variants)])
+        source = codegen.render(variant, problem).id
+        found.append(Entry(device.key, problem, variant, source, numbers))
+    return found
+
+
+def softmax_bits(n, batches, device, dtype, padding=0):
+    """Return the first row's softmax in every batch, all rows of one (padded) tensor."""
+    torch.manual_seed(0)
+    whole = torch.randn(max(batches), n + padding, device=device, dtype=torch.float32).mul(4)
+    whole = whole.to(dtype)[:, :n]
+    return [ktune.softmax(whole[:m], -1)[0] for m in batches]
+
+
+def attention_bits(length, head_dim, batches, device, dtype, causal):
+    """Return the first sequence's attention, with its LSE, in every batch."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(max(batches), h, length, head_dim, device=device).to(dtype) for h in (4, 2, 2)
+    )
+    found = []
+    for b in batches:
+        out, lse = ktune.scaled_dot_product_attention(
+            q[:b], k[:b], v[:b], is_causal=causal, enable_gqa=True, return_lse=True
+        )
+        found.append(torch.cat([out[0].float().flatten(), lse[0].flatten()]))
+    return found
+
+
+def all_equal(bits):
+    return all(torch.equal(bits[0], other) for other in bits[1:])
+
+
+STREAMS = (
+    "streaming block_n=512 eviction=none lanes=1 loop_stages=1 rescale=always "
+    "second_pass=forward num_warps=2",
+    "streaming block_n=1024 eviction=none lanes=128 loop_stages=1 rescale=always "
+    "second_pass=reverse num_warps=4",
+    "one_tile block_m=2 eviction=none num_warps=8",
+)
+FORWARDS = (
+    "forward block_m=64 block_n=32 load=pointer normalization=deferred rescale=always "
+    "tile_order=reversed num_warps=4 num_stages=1",
+    "forward block_m=64 block_n=64 load=pointer normalization=deferred rescale=always "
+    "tile_order=reversed num_warps=4 num_stages=1",
+    "forward block_m=128 block_n=64 load=pointer normalization=per_tile rescale=always "
+    "tile_order=reversed num_warps=4 num_stages=1",
+)
+
+
+@interpreted
+@pytest.mark.parametrize("padding", [0, 11])
+def test_softmax_bits_are_the_same_in_every_batch(kernels, table, padding):
+    batches = BATCHES[:6]
+    problems = [f"softmax m={m} n=2500 dtype=float32" for m in batches]
+    update_table(table, per_batch_entries(problems, STREAMS, DEVICE))
+    assert not all_equal(softmax_bits(2500, batches, "cpu", torch.float32, padding))
+    with ktune.batch_invariant():
+        assert all_equal(softmax_bits(2500, batches, "cpu", torch.float32, padding))
+    assert {b.match.kind for b in dispatcher()._bound.values()} == {"exact"}
+
+
+@interpreted
+def test_attention_bits_are_the_same_in_every_batch(kernels, table):
+    batches, text = BATCHES[:4], "heads=4 heads_kv=2 seqlen_q=70 head_dim=16 dtype=float32"
+    problems = [f"attention batch={b} {text} causal=upper_left" for b in batches]
+    update_table(table, per_batch_entries(problems, FORWARDS, DEVICE))
+    given = 70, 16, batches, "cpu", torch.float32, True
+    assert not all_equal(attention_bits(*given))
+    with ktune.batch_invariant():
+        assert all_equal(attention_bits(*given))
+
+
+@pytest.fixture
+def cuda(table):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("kernels on a GPU need TRITON_INTERPRET=0")
+    dispatcher.cache_clear()
+    yield device_of(0)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1000, 2500, 4096, 50257])
+@pytest.mark.parametrize("padding", [0, 15])
+def test_softmax_bits_on_a_gpu(cuda, table, n, dtype, padding):
+    name = str(dtype).removeprefix("torch.")
+    streams = STREAMS[-1:] if n == 1000 else STREAMS[:2] if n == 50257 else STREAMS
+    streams = [*streams, "one_tile block_m=1 eviction=none num_warps=4"] if n < 4096 else streams
+    problems = [f"softmax m={m} n={n} dtype={name}" for m in BATCHES]
+    update_table(table, per_batch_entries(problems, streams, cuda))
+    given = n, BATCHES, "cuda", dtype, padding
+    if n == 2500 and dtype == torch.float32:
+        assert not all_equal(softmax_bits(*given)), "the mode has something to do"
+    with ktune.batch_invariant():
+        assert all_equal(softmax_bits(*given))
+    assert {b.match.kind for b in dispatcher()._bound.values()} == {"exact"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "head_dim"), [(64, 64), (300, 128), (77, 72), (1, 64)])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_attention_bits_on_a_gpu(cuda, table, dtype, causal, length, head_dim, tuned):
+    name = str(dtype).removeprefix("torch.")
+    text = f"heads=4 heads_kv=2 seqlen_q={length} head_dim={head_dim} dtype={name}"
+    mask = "upper_left" if causal else "none"
+    if tuned:
+        problems = [f"attention batch={b} {text} causal={mask}" for b in BATCHES]
+        update_table(table, per_batch_entries(problems, FORWARDS[:2], cuda))
+    with ktune.batch_invariant():
+        assert all_equal(attention_bits(length, head_dim, BATCHES, "cuda", dtype, causal))
 
 
 # --- torch.compile ----------------------------------------------------------------------------

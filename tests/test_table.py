@@ -5,15 +5,19 @@ import json
 import logging
 import multiprocessing
 import os
+from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
+from ktune.cli import cli
 from ktune.device import COMPILE_TARGETS, Device
 from ktune.errors import TableError, TemplateError
 from ktune.operations import operation, parse_problem
 from ktune.table import (
     DamagedTableError,
     Entry,
+    Matcher,
     Provenance,
     Table,
     check_writable,
@@ -23,6 +27,7 @@ from ktune.table import (
     update_table,
 )
 from ktune.table import store as store_module
+from ktune.variant import Variant
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 60 << 20, 140)
 MIG = Device("NVIDIA H200 MIG 1g.18gb / odd", "cuda", "sm_90", 16, 232_448, 8 << 20, 16)
@@ -45,10 +50,10 @@ def provenance(**changes):
     return Provenance(**(values | changes))
 
 
-def entry(problem="softmax m=64 n=1000", device=H200, source_id="abc", **changes):
+def entry(problem="softmax m=64 n=1000", device=H200, source_id="abc", covers=None, **changes):
     problem = parse_problem(problem)
     variant = operation(problem.op).default_variant(problem, device)
-    return Entry(device.key, problem, variant, source_id, provenance(**changes))
+    return Entry(device.key, problem, variant, source_id, provenance(**changes), covers or {})
 
 
 @pytest.fixture
@@ -75,6 +80,16 @@ def test_file_is_reviewable(path):
     after = path.read_text("utf-8").splitlines()
     changed = {line[0] for line in difflib.ndiff(before, after)}
     assert changed == {" ", "+"}, "lines are added, none changes"
+
+
+def test_regions_are_written_on_a_line_each_and_read_back(path):
+    covers = {"m": (33, 65536), "n": (513, 1023)}
+    update_table(path, [entry(covers=covers), entry("softmax m=1 n=8")])
+    text = path.read_text("utf-8")
+    assert '"covers": {\n          "m": [33, 65536],\n          "n": [513, 1023]\n' in text
+    assert text.count("covers") == 1, "a table without regions is as it always was"
+    assert read_table(path).get(H200, entry().problem) == entry(covers=covers)
+    assert read_table(path).to_json() == text
 
 
 def test_later_entry_replaces_and_others_stay(path):
@@ -138,6 +153,17 @@ DAMAGED = {
     "versions": edited(lambda _, e: e["provenance"].update(versions={"triton": 3})),
     "baselines": edited(lambda _, e: e["provenance"].update(baselines={"torch": "1"})),
     "provenance": edited(lambda _, e: e["provenance"].pop("samples")),
+    "covers list": edited(lambda _, e: e.update(covers=[1, 2])),
+    "covers null": edited(lambda _, e: e.update(covers=None)),
+    "covers no field": edited(lambda _, e: e.update(covers={"k": [1, 2]})),
+    "covers a word": edited(lambda _, e: e.update(covers={"dtype": [1, 2]})),
+    "covers one": edited(lambda _, e: e.update(covers={"m": [64]})),
+    "covers a number": edited(lambda _, e: e.update(covers={"m": 64})),
+    "covers floats": edited(lambda _, e: e.update(covers={"m": [1.0, 64.0]})),
+    "covers flags": edited(lambda _, e: e.update(covers={"m": [True, 64]})),
+    "covers backwards": edited(lambda _, e: e.update(covers={"m": [70, 60]})),
+    "covers negative": edited(lambda _, e: e.update(covers={"m": [-1, 64]})),
+    "covers not itself": edited(lambda _, e: e.update(covers={"m": [65, 128]})),
 }
 
 
@@ -394,3 +420,128 @@ def test_fields_of_another_ktune_do_not_break_the_search():
     match = find("softmax m=64 n=1000", Table.from_json(text))
     assert match.kind == "default"
     assert match.nearest.differs == {"layout": ("rows", "absent")}
+
+
+# --- regions and batches ----------------------------------------------------------------------
+
+WIDE = {"m": (33, 65536), "n": (513, 1023)}
+
+
+def test_region_stands_between_exact_and_bucket():
+    wide = entry("softmax m=64 n=1000", covers=WIDE)
+    near = entry("softmax m=4000 n=900")
+    table = Table.of([wide, near])
+    assert find("softmax m=64 n=1000", table).kind == "exact"
+    assert find("softmax m=4000 n=900", table).kind == "exact"
+    match = find("softmax m=4090 n=901", table)
+    assert (match.kind, match.entry) == ("region", wide)
+    assert find("softmax m=4090 n=1024", table).entry == near, "another structure: its bucket"
+    for outside in ("m=32 n=1000", "m=65537 n=1000", "m=64 n=512", "m=64 n=1025"):
+        assert find(f"softmax {outside}", table).kind == "default"
+    assert find("softmax m=5000 n=1000 dtype=float32", table).kind == "default"
+    assert find("softmax m=5000 n=1000", table, device=MIG).kind == "default"
+    assert find("softmax m=4090 n=901", Table.of([near]), Table.of([wide])).kind == "region"
+
+
+def test_a_size_that_a_region_does_not_name_is_the_problems_own():
+    table = Table.of([entry("softmax m=64 n=1000", covers={"m": (1, 4096)})])
+    assert find("softmax m=4000 n=1000", table).kind == "region"
+    assert find("softmax m=4000 n=999", table).kind == "default"
+
+
+def test_nearest_region_first_and_ties_by_text():
+    a = entry("softmax m=64 n=1000", covers=WIDE)
+    b = entry("softmax m=4096 n=1000", covers=WIDE)
+    for order in ([a, b], [b, a]):
+        assert find("softmax m=100 n=1000", Table.of(order)).entry == a
+        assert find("softmax m=2000 n=1000", Table.of(order)).entry == b
+        assert find("softmax m=512 n=1000", Table.of(order)).entry == b, "half way: by text"
+
+
+def test_stale_region_is_passed_over_once():
+    table = Table.of([entry(covers=WIDE, source_id="old")])
+    match = find("softmax m=60 n=1000", table, source_id=lambda *_: "new")
+    assert match.kind == "default" and len(match.stale) == 1, "region and bucket are one entry"
+
+
+def test_region_of_attention_ignores_the_lse_and_keeps_the_mask():
+    text = "attention heads=8 seqlen_q=1024 head_dim=64"
+    names = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k")
+    table = Table.of([entry(text, covers=dict.fromkeys(names, (1, 4096)))])
+    assert find("attention heads=16 seqlen_q=64 head_dim=64", table).kind == "region"
+    assert find("attention heads=16 seqlen_q=64 head_dim=64 return_lse=true", table).kind == (
+        "region"
+    )
+    for other in ("head_dim=64 causal=upper_left", "head_dim=128", "head_dim=63"):
+        assert find(f"attention heads=16 seqlen_q=64 {other}", table).kind == "default"
+
+
+def variant_of(block_m):
+    return Variant.parse("softmax", f"one_tile block_m={block_m} eviction=none num_warps=4")
+
+
+def chosen(m, *tables, n=1000, source_id=None):
+    problem = parse_problem(f"softmax m={m} n={n}")
+    return Matcher(tables, source_id).match(H200, problem, batch_invariant=True)
+
+
+def test_batch_invariant_look_up_ignores_the_batch():
+    entries = [
+        replace(entry(f"softmax m={m} n=1000"), variant=variant_of(block))
+        for m, block in ((1, 1), (64, 2), (4096, 8), (8, 4))
+    ]
+    for order in (entries, entries[::-1]):
+        found = {chosen(m, Table.of(order)).variant for m in (1, 2, 8, 64, 1000, 4096, 10**6)}
+        assert found == {variant_of(8)}, "the largest batch is first, for every batch"
+        match = chosen(64, Table.of(order))
+        assert match.kind == "exact" and match.batch_invariant
+    assert lookup([Table.of(entries)], H200, entry().problem).variant == variant_of(2)
+
+
+def test_batch_invariant_regions_buckets_and_default():
+    a = replace(entry("softmax m=64 n=600", covers=WIDE), variant=variant_of(2))
+    b = replace(entry("softmax m=512 n=1000", covers=WIDE), variant=variant_of(8))
+    ms = (1, 7, 32, 64, 4096, 10**7)
+    for order in ([a, b], [b, a]):
+        matches = [chosen(m, Table.of(order), n=900) for m in ms]
+        assert {(x.kind, x.entry.problem.text) for x in matches} == {("region", b.problem.text)}
+        matches = [chosen(m, Table.of(order), n=1024) for m in ms]
+        assert {(x.kind, x.entry.problem.text) for x in matches} == {("bucket", b.problem.text)}
+        assert {chosen(m, Table.of(order), n=4096).kind for m in ms} == {"default"}
+
+
+def test_batch_invariant_default_is_that_of_one_batch(monkeypatch):
+    op = operation("softmax")
+    monkeypatch.setattr(op, "default_variant", lambda p, _: variant_of(p.size("m")), raising=False)
+    assert {chosen(m).variant for m in (1, 8, 64)} == {variant_of(1)}
+    assert find("softmax m=8 n=1000").variant == variant_of(8)
+
+
+def test_batch_invariant_staleness_is_the_same_for_every_batch():
+    entries = [entry(f"softmax m={m} n=1000", source_id=f"s{m}") for m in (8, 64)]
+    found = [chosen(m, Table.of(entries), source_id=lambda *_: "s8") for m in (8, 64, 100)]
+    assert {x.entry.problem.size("m") for x in found} == {8}
+    assert {len(x.stale) for x in found} == {1}
+
+
+def test_batch_invariant_passes_over_rows_that_decide_together():
+    text = "softmax m=64 n=4096 layout=strided"
+    words = "block_n=512 loop_stages=1 rescale=conditional rescale_granularity={} num_warps=8"
+    for granularity, kind in (("tile", "default"), ("row", "exact")):
+        variant = Variant.parse("softmax", f"streaming block_m=8 {words.format(granularity)}")
+        table = Table.of([replace(entry(text), variant=variant)])
+        match = Matcher([table]).match(H200, parse_problem(text), batch_invariant=True)
+        assert match.kind == kind
+        assert find(text, table).kind == "exact"
+    variant = Variant.parse("softmax", f"streaming lanes=64 {words.format('tile')}")
+    table = Table.of([replace(entry("softmax m=64 n=9000"), variant=variant)])
+    assert chosen(1, table, n=9000).kind == "exact", "one row in a program"
+
+
+def test_show_is_by_region_where_that_is_shorter(path):
+    entries = [entry(f"softmax m={m} n=1000", covers=WIDE) for m in (64, 512, 4096)]
+    update_table(path, [*entries, entry("softmax m=1 n=8")], [H200])
+    shown = CliRunner().invoke(cli, ["table", "show", str(path)])
+    assert "m=33..65536 n=513..1023" in shown.output and shown.output.count("one_tile") == 2
+    each = CliRunner().invoke(cli, ["table", "show", "--each", str(path)])
+    assert each.output.count("one_tile") == 4

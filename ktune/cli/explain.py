@@ -104,6 +104,7 @@ def _document(explanation: Explanation) -> dict[str, Any]:
     return {
         "device": explanation.device.key,
         "match": explanation.kind,
+        "ignored": explanation.ignored,
         "variant": explanation.variant.text,
         "id": explanation.variant.id,
         "table": explanation.table,
@@ -141,6 +142,7 @@ def _advice(explanation: Explanation) -> str:
 
 WHY = {
     "exact": "an entry of exactly this problem",
+    "region": "an entry whose region of sizes holds the problem",
     "bucket": "an entry of a problem in the same bucket of sizes",
     "default": "no entry: the default variant",
 }
@@ -153,6 +155,8 @@ def _lines(explanation: Explanation, document: dict[str, Any]) -> list[str]:
         ("match", f"{explanation.kind}: {WHY[explanation.kind]}"),
         ("variant", explanation.variant.text),
     ]
+    if explanation.ignored:
+        rows.append(("ignored", f"{', '.join(explanation.ignored)} (batch-invariant)"))
     if explanation.entry:
         rows += _entry_rows(explanation)
     else:
@@ -163,13 +167,17 @@ def _lines(explanation: Explanation, document: dict[str, Any]) -> list[str]:
 
 
 def _entry_rows(explanation: Explanation) -> list[tuple[str, str]]:
+    from ktune.table.region import describe
+
     entry = explanation.entry
     assert entry is not None
     numbers = entry.provenance
     how = f"replayed from {numbers.replayed_from}" if numbers.replayed_from else "measured here"
     versions = ", ".join(f"{name} {value}" for name, value in sorted(numbers.versions.items()))
-    rows = [
-        ("entry", entry.problem.text),
+    rows = [("entry", entry.problem.text)]
+    if explanation.kind == "region":
+        rows.append(("covers", describe(entry)))
+    rows += [
         ("table", str(explanation.table)),
         ("time", f"{numbers.latency_ms:.4g} ms, {numbers.margin:.1%} less than the default"),
         ("taken", f"{numbers.measured}, {how}, {numbers.protocol}, {versions}"),

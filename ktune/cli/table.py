@@ -48,11 +48,15 @@ def read_tables(paths: Sequence[Path]) -> list[tuple[Path, Table]]:
 @click.argument("paths", nargs=-1, type=FILE, metavar="[PATH...]")
 @click.option("--device", metavar="TEXT", help="Only devices with this in their key.")
 @click.option("--op", metavar="OP", help="Only this operation.")
+@click.option("--each", is_flag=True, help="A line for each entry, also where regions are shorter.")
 @common
 def show_entries(
-    paths: tuple[Path, ...], device: str | None, op: str | None, as_json: bool
+    paths: tuple[Path, ...], device: str | None, op: str | None, each: bool, as_json: bool
 ) -> None:
-    """Print the entries of tables, and how their times were taken."""
+    """Print the entries of tables, and how their times were taken.
+
+    Where entries have regions and fewer lines do, a line for each region, by variant.
+    """
     found = [
         (path, entry)
         for path, whole in read_tables(paths)
@@ -66,7 +70,10 @@ def show_entries(
         here = [entry for at, entry in found if at == path]
         for key, name in dict.fromkeys((e.device_key, e.problem.op) for e in here):
             entries = [e for e in here if (e.device_key, e.problem.op) == (key, name)]
-            show(_entry_table(f"{key}\n{path}", entries))
+            regions = _by_region(entries)
+            shorter = not each and len(regions) < len(entries)
+            title = f"{key}\n{path}"
+            show(_region_table(title, regions) if shorter else _entry_table(title, entries))
     if not found:
         note("no entries match" if paths or device or op else NOTHING)
 
@@ -160,6 +167,46 @@ def _entry_table(title: str, entries: Sequence[Entry]) -> Any:
         for name, entry in zip(names, entries, strict=True)
     ]
     return rich_table(title, columns, rows, numbers=False)
+
+
+def _by_region(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return entries of one variant and region together, by variant."""
+    from ktune.table.region import describe
+
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: (e.variant.text, e.problem.text)):
+        where = describe(entry) if entry.covers else entry.problem.fields_text
+        found.setdefault((entry.variant.text, where), []).append(entry)
+    return list(found.values())
+
+
+def _region_table(title: str, regions: Sequence[Sequence[Entry]]) -> Any:
+    """Build a table with a line a region, the variant on the first line of its own."""
+    from ktune.table.region import describe
+
+    same, names = short_names([describe(entries[0]) for entries in regions])
+    rows, before = [], ""
+    for name, entries in zip(names, regions, strict=True):
+        text = entries[0].variant.text
+        rows.append(
+            [
+                "the same" if text == before else text,
+                name,
+                str(len(entries)),
+                _span([_gain(entry) for entry in entries]),
+                _span([how_measured(entry) for entry in entries]),
+            ]
+        )
+        before = text
+    columns = ["variant", f"region, {same}" if same else "region", "problems", "/default"]
+    return rich_table(title, [*columns, "measured"], rows, numbers=False)
+
+
+def _span(texts: Sequence[str]) -> str:
+    """Return the least and the largest number or date, or the only one."""
+    ordered = sorted(texts, key=lambda text: (len(text), text))
+    first, last = ordered[0], ordered[-1]
+    return first if first == last else f"{first} to {last}"
 
 
 def how_measured(entry: Entry) -> str:

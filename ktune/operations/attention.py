@@ -59,6 +59,7 @@ class Attention(Operation):
     )
     distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink", "huge")
     roof = "compute"
+    batch_fields = ("batch",)
     relative_outputs = frozenset({"out"})
 
     def fill(self, fields: dict[str, Scalar]) -> None:

@@ -70,6 +70,8 @@ class Operation(ABC):
     """
     roof: str
     """``memory`` or ``compute``: which of the device's ceilings the operation runs against."""
+    batch_fields: tuple[str, ...] = ()
+    """Sizes that only count independent rows: more of them changes no row's result."""
     relative_outputs: frozenset[str] = frozenset()
     """Outputs whose errors count relative to the largest magnitude of their row."""
     tolerance: tuple[float, float] = (2.0, 1e-5)

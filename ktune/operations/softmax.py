@@ -45,6 +45,7 @@ class Softmax(Operation):
     )
     distributions = ("normal", "adversarial", "rising", "falling", "peaky", "sink", "huge")
     roof = "memory"
+    batch_fields = ("m",)
     relative_outputs = frozenset({"out"})
 
     def structure(self, problem: Problem) -> dict[str, Scalar]:

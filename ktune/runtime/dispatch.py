@@ -19,6 +19,7 @@ from ktune.errors import CaptureError, CompileError, KtuneError, StrictError, Ta
 from ktune.operations import operation
 from ktune.problem import Problem, Scalar
 from ktune.resources import data
+from ktune.runtime.invariance import is_batch_invariant
 from ktune.runtime.where import capturing, device_at, on
 from ktune.table.match import Match, Matcher
 from ktune.table.store import read_table
@@ -68,7 +69,7 @@ class Dispatcher:
         self._matcher: Matcher | None = None
         self._paths: list[Path] = []
         self._calls: dict[Hashable, Bound] = {}
-        self._bound: dict[tuple[Problem, int], Bound] = {}
+        self._bound: dict[tuple[Problem, tuple[int, bool]], Bound] = {}
         self._sources: dict[Hashable, Any] = {}
         self._warned = False
 
@@ -89,7 +90,8 @@ class Dispatcher:
             CompileError: the kernel does not compile or start on this GPU.
             StrictError: no tuned entry matches and ``KTUNE_STRICT=1``.
         """
-        bound = self._calls.get((key, index))
+        remembered = (key, index, is_batch_invariant())
+        bound = self._calls.get(remembered)
         with on(index):
             if bound is not None:
                 bound(*arguments)
@@ -98,7 +100,7 @@ class Dispatcher:
             _refuse_capture(made, index)
             bound = self.kernel(made, index)
             self._first_launch(bound, arguments)
-        self._remember(self._calls, (key, index), bound)
+        self._remember(self._calls, remembered, bound)
 
     def kernel(self, problem: Problem, index: int) -> Bound:
         """Return the loaded kernel of a problem on a GPU, looking it up the first time.
@@ -108,18 +110,22 @@ class Dispatcher:
             StrictError: no tuned entry matches and ``KTUNE_STRICT=1``.
             TemplateError: the variant does not render.
         """
-        found = self._bound.get((problem, index))
+        key = (problem, (index, is_batch_invariant()))
+        found = self._bound.get(key)
         if found is None:
             _refuse_capture(problem, index)
             with self._lock:
-                found = self._bound.get((problem, index)) or self._bind(problem, index)
-                self._remember(self._bound, (problem, index), found)
+                found = self._bound.get(key) or self._bind(problem, index)
+                self._remember(self._bound, key, found)
         return found
 
     def match(self, problem: Problem, device: Device) -> Match:
-        """Return the variant for a problem, and how it was found; loads nothing."""
+        """Return the variant for a problem, and how it was found; loads nothing.
+
+        Within ``ktune.batch_invariant()`` the problem's batch has no say.
+        """
         with self._lock:
-            return self._tables().match(device, problem)
+            return self._tables().match(device, problem, is_batch_invariant())
 
     def path(self, match: Match) -> Path | None:
         """Return the table file that a match came from; None for a default."""

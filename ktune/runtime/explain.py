@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktune.device import Device, device_of
-from ktune.operations import parse_problem
+from ktune.operations import operation, parse_problem
 from ktune.problem import Problem
 from ktune.runtime.dispatch import dispatcher
 from ktune.table.entry import Entry
 from ktune.table.match import Kind, Match, Nearest, Stale
+from ktune.table.region import describe
 from ktune.variant import Variant
 
 
@@ -33,7 +34,7 @@ class Explanation:
 
     @property
     def kind(self) -> Kind:
-        """``exact``, ``bucket`` or ``default``."""
+        """``exact``, ``region``, ``bucket`` or ``default``."""
         return self.match.kind
 
     @property
@@ -57,6 +58,11 @@ class Explanation:
         return self.match.stale
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that had no say, being the batch of a batch-invariant call."""
+        return operation(self.problem.op).batch_fields if self.match.batch_invariant else ()
+
+    @property
     def other_versions(self) -> dict[str, tuple[str, str]]:
         """Packages whose version is not the one measured: ``(measured, here)`` by name."""
         versions = self.entry.provenance.versions if self.entry else {}
@@ -69,10 +75,14 @@ class Explanation:
     def __str__(self) -> str:
         """Return a few lines for a person."""
         lines = [f"{self.problem.text}", f"on {self.device.key}", f"{self.kind}: {self.variant}"]
+        if self.ignored:
+            lines.append(f"batch-invariant: {', '.join(self.ignored)} ignored")
         if self.entry:
             numbers = self.entry.provenance
+            lines.append(f"from {self.table}, entry {self.entry.problem.text}")
+            if self.kind == "region":
+                lines.append(f"which covers {describe(self.entry)}")
             lines += [
-                f"from {self.table}, entry {self.entry.problem.text}",
                 f"{numbers.latency_ms:.4g} ms, {numbers.margin:.1%} better than the default, "
                 f"measured {numbers.measured}",
             ]
@@ -86,6 +96,8 @@ class Explanation:
 
 def explain(problem: Problem | str, device: Device | int | None = None) -> Explanation:
     """Say which variant a problem gets; launches and compiles nothing.
+
+    Within ``ktune.batch_invariant()``, which one it gets there.
 
     Args:
         problem: for example ``"softmax m=4096 n=50257"``.

@@ -95,13 +95,23 @@ def plan_views(shape: Sizes, strides: Sizes, dim: int) -> Views | None:
     n, unit = shape[dim], strides[dim] == out_strides[dim] == 1 or shape[dim] == 1
     batch = _join([d for i, d in enumerate(zip(shape, strides, out_strides)) if i != dim])  # noqa: B905
     if unit and len(batch) <= 1:
-        m, sx, so = batch[0] if batch else (1, n, n)
+        m, sx, so = batch[0] if batch else (1, _row_stride(shape, strides, dim), n)
         return Views("rows", (m, n), (sx, 1), (so, 1))
     if len(batch) > 3:
         return None
     inner = (n, strides[dim], out_strides[dim])
     sizes, seen, written = zip(*_rows_last(batch), inner, strict=True)
     return Views("strided", sizes, seen, written)
+
+
+def _row_stride(shape: Sizes, strides: Sizes, dim: int) -> int:
+    """Return the stride of a single row: its tensor's own, where more rows could lie.
+
+    It reaches no memory, but Triton compiles for its divisibility, and a row that was cut from
+    a padded tensor must not get another kernel than two rows do.
+    """
+    outer = [stride for i, stride in enumerate(strides) if i != dim]
+    return max(outer[-1], shape[dim]) if outer else shape[dim]
 
 
 def contiguous_strides(shape: Sizes) -> Sizes:

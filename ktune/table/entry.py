@@ -11,6 +11,9 @@ from ktune.errors import KtuneError, TableError
 from ktune.problem import Problem, parse_fields
 from ktune.variant import Variant
 
+Covers = Mapping[str, tuple[int, int]]
+"""First and last size, inclusive, by field name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -74,6 +77,9 @@ class Entry:
         variant: the winner.
         source_id: id of the winner's rendered source; another id today makes the entry stale.
         provenance: how the numbers were taken.
+        covers: inclusive ranges of sizes, by field, over which the winner stands too, for problems
+            that render to the same kernel; a size that is not named must be the problem's own.
+            Empty: for the problem itself and its bucket only.
     """
 
     device_key: str
@@ -81,6 +87,7 @@ class Entry:
     variant: Variant
     source_id: str
     provenance: Provenance
+    covers: Covers = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -89,11 +96,14 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a table file holds under the device key and the problem text."""
-        return {
+        values = {
             "variant": self.variant.text,
             "source_id": self.source_id,
             "provenance": self.provenance.to_dict(),
         }
+        if self.covers:
+            values["covers"] = {name: list(ends) for name, ends in self.covers.items()}
+        return values
 
     @classmethod
     def from_dict(cls, device_key: str, problem_text: str, values: object) -> Entry:
@@ -105,7 +115,8 @@ class Entry:
         Raises:
             TableError: a key is unknown or missing, or a value cannot be read.
         """
-        found = _object(values, "entry", {"variant", "source_id", "provenance"})
+        needed = {"variant", "source_id", "provenance"}
+        found = _object(values, "entry", needed, frozenset({"covers"}))
         for name in ("variant", "source_id"):
             if not isinstance(found[name], str) or not found[name].strip():
                 raise TableError(f"{name} has the wrong type: {found[name]!r:.80}")
@@ -115,7 +126,8 @@ class Entry:
         except KtuneError as error:
             raise TableError(f"variant {found['variant']!r:.80}: {error}") from error
         provenance = Provenance.from_dict(found["provenance"])
-        return cls(device_key, problem, variant, found["source_id"], provenance)
+        covers = _covers(found.get("covers", {}), problem)
+        return cls(device_key, problem, variant, found["source_id"], provenance, covers)
 
 
 def _problem(text: str) -> Problem:
@@ -130,11 +142,31 @@ def _problem(text: str) -> Problem:
     return problem
 
 
-def _object(values: object, what: str, names: set[str]) -> dict[str, Any]:
-    """Return the JSON object, or raise TableError unless it has exactly these keys."""
+def _covers(values: object, problem: Problem) -> dict[str, tuple[int, int]]:
+    """Read the ranges of an entry, which must be of sizes and hold the entry's own problem."""
+    if not isinstance(values, dict):
+        raise TableError(f"covers must be an object, not {type(values).__name__}")
+    found: dict[str, tuple[int, int]] = {}
+    own = dict(problem.fields)
+    for name, ends in values.items():
+        value = own.get(name)
+        if not _is_count(value):
+            raise TableError(f"covers.{name:.40} is no size of {problem.text:.120}")
+        if not (isinstance(ends, list) and len(ends) == 2 and all(map(_is_count, ends))):
+            raise TableError(f"covers.{name} must be [first, last], two integers: {ends!r:.80}")
+        if not ends[0] <= value <= ends[1]:
+            raise TableError(f"covers.{name} {ends!r:.80} does not hold the problem's own {value}")
+        found[name] = (ends[0], ends[1])
+    return found
+
+
+def _object(
+    values: object, what: str, names: set[str], optional: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the JSON object, or raise TableError unless it has these keys, and optional ones."""
     if not isinstance(values, dict):
         raise TableError(f"{what} must be an object, not {type(values).__name__}")
-    if unknown := sorted(set(values) - names):
+    if unknown := sorted(set(values) - names - optional):
         raise TableError(f"{what} has unknown keys: {', '.join(unknown):.120}")
     if missing := sorted(names - set(values)):
         raise TableError(f"{what} lacks keys: {', '.join(missing)}")

@@ -1,9 +1,9 @@
-"""Find the variant to use for a problem on a device: exact entry, entry of its bucket, default."""
+"""Find the variant to use for a problem: exact entry, region, bucket, default."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,10 +13,11 @@ from ktune.operations import operation
 from ktune.operations.base import Operation
 from ktune.problem import Problem, Scalar
 from ktune.table.entry import Entry
+from ktune.table.region import couples_rows, covers_problem, is_size, kernel_key, unbatched
 from ktune.table.table import Table
 from ktune.variant import Variant
 
-Kind = Literal["exact", "bucket", "default"]
+Kind = Literal["exact", "region", "bucket", "default"]
 SourceId = Callable[[Variant, Problem], str]
 """Returns the id of the source that a variant renders to today; may raise KtuneError."""
 
@@ -47,12 +48,13 @@ class Match:
     """The variant to use, and how it was found.
 
     Attributes:
-        kind: ``exact``, ``bucket`` or ``default``.
+        kind: ``exact``, ``region``, ``bucket`` or ``default``.
         variant: the variant to use.
         entry: the entry it came from; None for a default.
         table: the place of that entry's table among those asked; None for a default.
         nearest: for a default, the closest entry there is.
         stale: entries passed over on the way.
+        batch_invariant: batch fields were ignored, so ``exact`` means exact but for them.
     """
 
     kind: Kind
@@ -61,6 +63,7 @@ class Match:
     table: int | None = None
     nearest: Nearest | None = None
     stale: tuple[Stale, ...] = ()
+    batch_invariant: bool = False
 
     def message(self, device: Device, problem: Problem) -> str:
         """Return what is missing, what is there, and the command that would tune it."""
@@ -84,11 +87,11 @@ def lookup(
 
 
 class Matcher:
-    """Tables, indexed by device, operation and bucket for many look-ups.
+    """Tables, indexed by device and operation for many look-ups.
 
     Args:
-        tables: the first wins among entries of one kind; an exact entry in any table wins over
-            a bucket's in all.
+        tables: the first wins among entries of one kind; an exact entry in any table wins over a
+            region's in all, and that over a bucket's.
         source_id: if given, entries whose ``source_id`` is another today are stale: not used.
     """
 
@@ -96,50 +99,63 @@ class Matcher:
         self.tables = tuple(tables)
         self._source_id = source_id
         self._reasons: dict[tuple[int, tuple[str, str]], str | None] = {}
-        self._buckets: dict[tuple[int, str, str], dict[Problem, list[Entry]]] = {}
+        self._indices: dict[tuple[int, str, str, bool], _Index] = {}
 
-    def match(self, device: Device, problem: Problem) -> Match:
-        """Return an exact entry, else the nearest of the problem's bucket, else the default.
+    def match(self, device: Device, problem: Problem, batch_invariant: bool = False) -> Match:
+        """Return the variant to use.
 
-        An entry of another device is never used.
+        Taken are, in this order, an exact entry, the nearest entry whose region holds the
+        problem, the nearest of the problem's bucket, the default. An entry of another device is
+        never used.
+
+        Args:
+            device: where.
+            problem: what.
+            batch_invariant: ignore the operation's batch fields, in the problem and in entries.
+                Among entries that differ in nothing else the largest batch goes first, for there
+                the most time is spent. The answer is then the same for every batch.
         """
         op = operation(problem.op)
         stale: list[Stale] = []
-        for kind, place, entry in self._candidates(device, op, problem):
+        for kind, place, entry in self._candidates(device, op, problem, batch_invariant):
             reason = self._reason(place, entry)
+            if reason is None and batch_invariant and couples_rows(entry.variant):
+                reason = "rows of a program share a decision, so the batch would show in the bits"
             if reason is None:
-                return Match(kind, entry.variant, entry, place, None, tuple(stale))
-            stale.append(Stale(entry, reason))
-        variant = op.default_variant(problem, device)
+                return Match(kind, entry.variant, entry, place, None, tuple(stale), batch_invariant)
+            if all(entry is not passed.entry for passed in stale):
+                stale.append(Stale(entry, reason))
+        meant = unbatched(op, problem) if batch_invariant else problem
+        variant = op.default_variant(meant, device)
         nearest = self._nearest(device, problem)
-        return Match("default", variant, None, None, nearest, tuple(stale))
+        return Match("default", variant, None, None, nearest, tuple(stale), batch_invariant)
 
     def _candidates(
-        self, device: Device, op: Operation, problem: Problem
+        self, device: Device, op: Operation, problem: Problem, batch_invariant: bool
     ) -> Iterator[tuple[Kind, int, Entry]]:
-        """Yield usable entries, best first."""
+        """Yield entries that may stand for the problem, best first."""
+        found = [
+            self._index(place, device.key, op, batch_invariant) for place in range(len(self.tables))
+        ]
         for place, table in enumerate(self.tables):
-            if entry := table.get(device, problem):
-                yield "exact", place, entry
-        bucket = op.bucket(problem)
-        for place in range(len(self.tables)):
-            found = self._index(place, device.key, op).get(bucket, [])
-            for entry in sorted(found, key=lambda e: _distance(problem, e.problem)):
-                if entry.problem != problem:
-                    yield "bucket", place, entry
+            if batch_invariant:
+                for entry in found[place].exact(problem):
+                    yield "exact", place, entry
+            elif entry_here := table.get(device, problem):
+                yield "exact", place, entry_here
+        for place, index in enumerate(found):
+            for entry in index.regions(problem):
+                yield "region", place, entry
+        for place, index in enumerate(found):
+            for entry in index.bucket(problem):
+                yield "bucket", place, entry
 
-    def _index(self, place: int, device_key: str, op: Operation) -> dict[Problem, list[Entry]]:
-        """Return one table's entries of a device and operation, by bucket."""
-        key = (place, device_key, op.name)
-        if key not in self._buckets:
-            found: dict[Problem, list[Entry]] = {}
-            for entry in self.tables[place]:
-                if entry.device_key == device_key and entry.problem.op == op.name:
-                    bucket = _bucket(op, entry.problem)
-                    if bucket is not None:
-                        found.setdefault(bucket, []).append(entry)
-            self._buckets[key] = found
-        return self._buckets[key]
+    def _index(self, place: int, device_key: str, op: Operation, batch_invariant: bool) -> _Index:
+        """Return one table's entries of a device and operation."""
+        key = (place, device_key, op.name, batch_invariant)
+        if key not in self._indices:
+            self._indices[key] = _Index(self.tables[place], device_key, op, batch_invariant)
+        return self._indices[key]
 
     def _reason(self, place: int, entry: Entry) -> str | None:
         """Return why an entry may not be used; None if it may."""
@@ -168,16 +184,70 @@ class Matcher:
         return Nearest(entry, _differs(device, problem, entry))
 
 
-def _bucket(op: Operation, problem: Problem) -> Problem | None:
-    """Return the bucket of an entry's problem; None if the operation has changed its fields."""
-    try:
-        return op.bucket(op.problem(dict(problem.fields)))
-    except KtuneError:
-        return None
+class _Index:
+    """A table's entries of one device and operation, by what a look-up asks for.
 
+    Args:
+        table: theirs.
+        device_key: ``Device.key``.
+        op: the operation; an entry that lacks a field it has today is left out.
+        batch_invariant: batch fields are ignored on both sides.
+    """
 
-def _is_size(value: Scalar | None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    def __init__(self, table: Table, device_key: str, op: Operation, batch_invariant: bool) -> None:
+        self._op, self._batch_invariant = op, batch_invariant
+        self._exact: dict[Problem, list[Entry]] = {}
+        self._regions: dict[Hashable, list[Entry]] = {}
+        self._buckets: dict[Problem, list[Entry]] = {}
+        for entry in table:
+            if entry.device_key == device_key and entry.problem.op == op.name:
+                self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        try:
+            seen = self._seen(self._op.problem(dict(entry.problem.fields)))
+        except KtuneError:
+            return
+        self._exact.setdefault(seen, []).append(entry)
+        self._buckets.setdefault(self._op.bucket(seen), []).append(entry)
+        if entry.covers:
+            self._regions.setdefault(kernel_key(self._op, seen), []).append(entry)
+
+    def exact(self, problem: Problem) -> list[Entry]:
+        """Return the entries of this very problem."""
+        seen = self._seen(problem)
+        return self._nearest_first(seen, self._exact.get(seen, []))
+
+    def regions(self, problem: Problem) -> list[Entry]:
+        """Return the entries whose region holds the problem."""
+        seen = self._seen(problem)
+        alike = self._regions.get(kernel_key(self._op, seen), [])
+        inside = [entry for entry in alike if self._inside(entry, seen)]
+        return self._nearest_first(seen, inside)
+
+    def bucket(self, problem: Problem) -> list[Entry]:
+        """Return the entries of the problem's bucket of sizes."""
+        seen = self._seen(problem)
+        return self._nearest_first(seen, self._buckets.get(self._op.bucket(seen), []))
+
+    def _seen(self, problem: Problem) -> Problem:
+        return unbatched(self._op, problem) if self._batch_invariant else problem
+
+    def _inside(self, entry: Entry, seen: Problem) -> bool:
+        if not self._batch_invariant:
+            return covers_problem(entry, seen)
+        own = {name: entry.problem[name] for name in self._op.batch_fields}
+        return covers_problem(entry, seen.replace(**own))
+
+    def _nearest_first(self, seen: Problem, entries: list[Entry]) -> list[Entry]:
+        """Sort by distance; where the batch is ignored, then the largest batch first."""
+
+        def order(entry: Entry) -> tuple[int, float, list[int], str]:
+            flags, sizes, text = _distance(seen, self._seen(entry.problem))
+            batch = self._op.batch_fields if self._batch_invariant else ()
+            return flags, sizes, [-entry.problem.size(name) for name in batch], text
+
+        return sorted(entries, key=lambda entry: (*order(entry), entry.problem.text))
 
 
 def _distance(asked: Problem, has: Problem) -> tuple[int, float, str]:
@@ -185,7 +255,7 @@ def _distance(asked: Problem, has: Problem) -> tuple[int, float, str]:
     flags, sizes, other = 0, 0.0, dict(has.fields)
     for name, value in asked:
         against = other.get(name)
-        if _is_size(value) and _is_size(against):
+        if is_size(value) and is_size(against):
             sizes += abs(math.log2(max(int(value), 1)) - math.log2(max(int(against or 0), 1)))
         else:
             flags += value != against

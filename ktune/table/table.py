@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from ktune.problem import Problem
 from ktune.table.entry import Entry
 
 SCHEMA = 1
+_RANGE = re.compile(r"\[\n\s+(\d+),\n\s+(\d+)\n\s+\]")  # JSON strings hold no line breaks
 Key = tuple[str, str]
 
 
@@ -53,13 +55,13 @@ class Table:
         return self.entries.get((device.key, problem.text))
 
     def to_json(self) -> str:
-        """Return the file's text: sorted keys, one entry a block, one final newline."""
+        """Return the file's text: sorted keys, one entry a block, ranges on one line."""
         entries: dict[str, dict[str, Any]] = {}
         for entry in self:
             entries.setdefault(entry.device_key, {})[entry.problem.text] = entry.to_dict()
         whole = {"schema": SCHEMA, "devices": dict(self.devices), "entries": entries}
         text = json.dumps(whole, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        return text + "\n"
+        return _RANGE.sub(r"[\1, \2]", text) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Table:
