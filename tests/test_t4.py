@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -15,8 +16,10 @@ from ktune.cli import cli
 from ktune.device import Device
 from ktune.errors import RecordingError
 from ktune.operations import parse_problem
+from ktune.search import t4
 from ktune.search.recording import RecordedProblem, Recording, find_recording, read_recording
 from ktune.search.t4 import FOREIGN_PROTOCOL, INVALIDITY, Origin, from_t4, to_t4
+from ktune.variant import Variant
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 60 << 20, 140)
 ROWS = parse_problem("softmax m=64 n=1000 dtype=float32")
@@ -173,8 +176,18 @@ class TestOwnDocuments:
         assert from_t4(documents) == recording
         assert_follows_the_schema(documents[problems[0].text])
 
+    def test_seconds_by_phase_are_times_of_t4(self):
+        timed = outcome("ok").to_dict() | {"compile_s": 1.5, "check_s": 0.25, "time_s": 0.125}
+        variant = Variant.parse("softmax", "one_tile block_m=1 eviction=none num_warps=4")
+        measurement = SimpleNamespace(status="ok", to_dict=lambda: dict(timed))
+        result = t4._result(variant, measurement, "2026-01-02")
+        times = result["times"]
+        assert (times["compilation"], times["validation"], times["benchmark"]) == (1500, 250, 125)
+        assert times["compilation_time"] == 1500
+        assert t4._values(result["measurements"]) == timed
+        assert {"name": "compile_s", "value": 1.5, "unit": "s"} in result["measurements"]
+
     def test_new_fields_travel_without_a_change_here(self):
-        """Seconds by phase, where a measurement has them, are T4's times too."""
         recording = make_recording(ROWS)
         document = to_t4(recording, ROWS)
         head = document["metadata"]["ktune"]["recording"]
