@@ -25,6 +25,7 @@ COMMANDS = {
     "render": "Print the Python module of a variant.",
     "check": "Validate search spaces and templates.",
     "table": "Look after dispatch tables: show, list, merge, diff.",
+    "recording": "Look after recordings: show, export to T4, import from it.",
     "explain": "Say which variant a problem gets, and why.",
     "bench": "Time winners against what users have today.",
     "doctor": "Say what this machine is and what ktune will use.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,7 +22,25 @@ if TYPE_CHECKING:
 START_LIMIT_S = 120.0
 
 
-@click.command()
+class BenchCommand(click.Command):
+    """``ktune bench``, which hands ``ktune bench search`` on to a command of its own."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Read the arguments; the first one decides whose they are."""
+        if args[:1] != ["search"]:
+            return super().make_context(info_name, args, parent, **extra)
+        from ktune.cli.bench_search import bench_search
+
+        return bench_search.make_context(f"{info_name} search", args[1:], parent, **extra)
+
+
+@click.command(cls=BenchCommand)
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @click.option("--problems", "--problem", "problems", multiple=True, metavar="SET|TEXT")
 @click.option("--against", metavar="A,B", help="Peers: torch, compile, cudnn, flash, quack, fa4.")
@@ -53,6 +71,8 @@ def bench(
     """Time the variants that ktune would run beside the default variant and peers, in one run.
 
     Example: ktune bench softmax --against torch,compile --output benchmarks
+
+    `ktune bench search` compares tuners instead: ktune bench search --help
     """
     from ktune.report.bench import read_benches
 
