@@ -22,6 +22,7 @@ from ktune.cli.progress import Tracker, make_view
 from ktune.cli.summary import Finding, print_summary
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
+from ktune.search.archive import family_name
 from ktune.search.campaign import Campaign, Result, record
 from ktune.search.effort import Effort
 from ktune.search.live import LiveTarget
@@ -29,7 +30,6 @@ from ktune.search.proof import prove
 from ktune.search.recording import Recording, read_recording
 from ktune.search.replay import ReplayTarget
 from ktune.search.storage import MEMORY, open_storage, quiet_optuna
-from ktune.search.study import family_name
 from ktune.search.target import Target
 from ktune.settings import masked
 from ktune.table import Entry, check_writable, update_table

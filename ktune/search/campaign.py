@@ -17,11 +17,13 @@ from ktune.device import Device
 from ktune.errors import TableError
 from ktune.operations import operation
 from ktune.problem import Problem, separation
+from ktune.search.archive import Archive
 from ktune.search.effort import Effort
 from ktune.search.failures import Failures
+from ktune.search.ground import Ground, Outcome
 from ktune.search.recording import RecordedProblem, Recording
 from ktune.search.storage import Heartbeat, quiet_optuna
-from ktune.search.study import Archive, Ground, Outcome, ProblemSearch
+from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
 from ktune.space import Space

@@ -8,120 +8,27 @@ count against the budget, each variant once, whoever made them.
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ktune.bench.measurement import Measurement
-from ktune.codegen import render
-from ktune.device import Device
 from ktune.errors import KtuneError, StorageError
 from ktune.problem import Problem
+from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
+from ktune.search.ground import Ground, Outcome
 from ktune.search.parameters import Axes
 from ktune.search.samplers import Sight, make_chooser, make_sampler
 from ktune.search.storage import Heartbeat, is_shared
 from ktune.search.target import Target
-from ktune.space import Space, distance
+from ktune.space import distance
 from ktune.variant import Variant
 
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """All that is known of a problem after its search.
-
-    Attributes:
-        measurements: by variant text; those of earlier runs too.
-        measured: how many of them are new, and this process's.
-        legal: size of the legal space.
-        rejected: points of the raw space ruled out, by reason.
-    """
-
-    measurements: dict[str, Measurement] = field(default_factory=dict)
-    measured: int = 0
-    legal: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-
-    def best(self) -> list[tuple[str, Measurement]]:
-        """Return the variants that are right, fastest first."""
-        right = [(text, m) for text, m in self.measurements.items() if m.ok]
-        return sorted(right, key=lambda pair: (pair[1].latency_ms or math.inf, pair[0]))
-
-
-@dataclass(slots=True)
-class Ground:
-    """What is legal for one problem on one device; may serve many searches.
-
-    Attributes:
-        legal: variants by text, in file order.
-        rejected: points of the raw space ruled out, by reason.
-        render_s: seconds spent on rendering so far.
-    """
-
-    space: Space
-    problem: Problem
-    device: Device
-    legal: Mapping[str, Variant]
-    rejected: Mapping[str, int]
-    render_s: float = 0.0
-    _keys: dict[str, str] = field(default_factory=dict, repr=False)
-
-    def key(self, variant: Variant) -> str:
-        """Return what a measurement belongs to: rendered source and launch options.
-
-        Raises:
-            TemplateError: the variant does not render.
-        """
-        if variant.text not in self._keys:
-            started = time.perf_counter()
-            source = render(variant, self.problem)
-            self.render_s += time.perf_counter() - started
-            options = json.dumps(variant.options, sort_keys=True)
-            self._keys[variant.text] = f"{source.id} {options}"
-        return self._keys[variant.text]
-
-    @classmethod
-    def of(cls, space: Space, problem: Problem, device: Device) -> Ground:
-        """Walk the space once."""
-        legal = {variant.text: variant for variant in space.variants(problem, device)}
-        return cls(space, problem, device, legal, space.rejections(problem, device))
-
-
-def family_name(problem: Problem, target: Target) -> str:
-    """Return what studies must share for their measurements to hold in each other."""
-    kind = "replay" if target.replayed_from else "live"
-    return f"{problem.text} | {target.device.key} | {target.protocol} {kind}"
-
-
-def study_name(space: Space, problem: Problem, target: Target) -> str:
-    """Return the name of a problem's study; a changed space is another study."""
-    return f"{family_name(problem, target)} | space {space.id}"
-
-
-class Archive:
-    """The studies of a storage, by family; read once."""
-
-    def __init__(self, storage: BaseStorage) -> None:
-        self._storage = storage
-        self._families: dict[str, list[int]] = {}
-        for study in storage.get_all_studies():
-            family = study.study_name.rpartition(" | space ")[0]
-            self._families.setdefault(family, []).append(study._study_id)
-
-    def known(self, family: str) -> dict[str, Measurement]:
-        """Return the measurements of a problem in all studies, by source and launch options."""
-        found: dict[str, Measurement] = {}
-        for study_id in self._families.get(family, []):
-            found |= _by_source(self._storage.get_all_trials(study_id, deepcopy=False))
-        return found
 
 
 class ProblemSearch:
@@ -414,12 +321,3 @@ class ProblemSearch:
                     )
                 )
         return borrowed
-
-
-def _by_source(trials: Iterable[FrozenTrial]) -> dict[str, Measurement]:
-    found = {}
-    for trial in trials:
-        attributes = trial.user_attrs
-        if trial.state.is_finished() and {"source", "measurement"} <= attributes.keys():
-            found[attributes["source"]] = Measurement.from_dict(attributes["measurement"])
-    return found
