@@ -436,8 +436,39 @@ def test_region_stands_between_exact_and_bucket():
     match = find("softmax m=4090 n=901", table)
     assert (match.kind, match.entry) == ("region", wide)
     assert find("softmax m=4090 n=1024", table).entry == near, "another structure: its bucket"
-    for outside in ("m=32 n=1000", "m=65537 n=1000", "m=64 n=512", "m=64 n=1025"):
+    assert find("softmax m=32 n=1000", table).kind == "nearest"
+    for outside in ("m=65537 n=1000", "m=64 n=512", "m=64 n=1025"):
         assert find(f"softmax {outside}", table).kind == "default"
+
+
+def test_nearest_is_the_same_kernel_or_one_that_serves_and_not_far():
+    table = Table.of([entry("softmax m=64 n=1000")])
+    for m, kind in ((16, "nearest"), (15, "default"), (256, "nearest"), (257, "default")):
+        match = find(f"softmax m={m} n=1000", table)
+        assert match.kind == kind, m
+    text = find("softmax m=256 n=1000", table).message(H200, parse_problem("softmax m=256 n=1000"))
+    assert "nearest is softmax m=64 n=1000" in text and "ktune search softmax" in text
+    long = Variant.parse("softmax", "streaming block_n=16384 lanes=64 rescale=always num_warps=8")
+    table = Table.of([replace(entry("softmax m=64 n=65536"), variant=long)])
+    kinds = {
+        n: find(f"softmax m=64 n={n}", table).kind
+        for n in (131072, 262144, 524288, 100000, 100001, 32768, 16384)
+    }
+    assert kinds == {
+        131072: "nearest",
+        262144: "nearest",
+        524288: "default",  # eight times as long
+        100000: "nearest",
+        100001: "default",  # odd: two bytes at a time
+        32768: "nearest",
+        16384: "default",  # one tile's
+    }
+
+
+def test_region_is_of_its_own_flags_and_device():
+    wide = entry("softmax m=64 n=1000", covers=WIDE)
+    near = entry("softmax m=4000 n=900")
+    table = Table.of([wide, near])
     assert find("softmax m=5000 n=1000 dtype=float32", table).kind == "default"
     assert find("softmax m=5000 n=1000", table, device=MIG).kind == "default"
     assert find("softmax m=4090 n=901", Table.of([near]), Table.of([wide])).kind == "region"
@@ -541,7 +572,7 @@ def test_batch_invariant_passes_over_rows_that_decide_together():
 def test_show_is_by_region_where_that_is_shorter(path):
     entries = [entry(f"softmax m={m} n=1000", covers=WIDE) for m in (64, 512, 4096)]
     update_table(path, [*entries, entry("softmax m=1 n=8")], [H200])
-    shown = CliRunner().invoke(cli, ["table", "show", str(path)])
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["table", "show", str(path)])
     assert "m=33..65536 n=513..1023" in shown.output and shown.output.count("one_tile") == 2
     each = CliRunner().invoke(cli, ["table", "show", "--each", str(path)])
     assert each.output.count("one_tile") == 4

@@ -144,6 +144,7 @@ WHY = {
     "exact": "an entry of exactly this problem",
     "region": "an entry whose region of sizes holds the problem",
     "bucket": "an entry of a problem in the same bucket of sizes",
+    "nearest": "the entry of the nearest sizes: the same kernel, but tuned for others",
     "default": "no entry: the default variant",
 }
 

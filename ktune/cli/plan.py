@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,19 @@ class Part:
         problems: what to tune.
         recording: what answers; None for a GPU.
         left_out: problems of the default set that the recording does not hold.
+        held_out: problems to judge the table by, which get no entry.
     """
 
     space: Space
     problems: list[Problem]
     recording: Recording | None
     left_out: int = 0
+    held_out: Sequence[Problem] = ()
+
+    @property
+    def all_problems(self) -> list[Problem]:
+        """What is searched: the problems to tune, then those to judge by."""
+        return [*self.problems, *self.held_out]
 
 
 def recording_name(target: str, devices: Sequence[str]) -> str | None:
@@ -66,7 +73,11 @@ def recording_name(target: str, devices: Sequence[str]) -> str | None:
 
 
 def make_parts(
-    names: Sequence[str], wanted: Sequence[str], recording: str | None, target: str
+    names: Sequence[str],
+    wanted: Sequence[str],
+    recording: str | None,
+    target: str,
+    held_out: Sequence[str] = (),
 ) -> list[Part]:
     """Return the parts of a search.
 
@@ -75,18 +86,25 @@ def make_parts(
         wanted: problem sets and problem texts; empty for each space's default set.
         recording: name or path of the recording that answers; None for a GPU.
         target: as the user wrote it, for messages.
+        held_out: problem sets and texts to judge the table by.
     """
     spaces = [find_space(name) for name in dict.fromkeys(names)]
     if twice := {s.op for s in spaces if sum(t.op == s.op for t in spaces) > 1}:
         raise UsageError(f"two spaces of {', '.join(twice)} in one search; give one at a time")
     chosen = choose_problems(spaces, wanted)
-    if recording is None:
-        return [Part(space, chosen[space.op], None) for space in spaces if chosen[space.op]]
-    return [
-        _replayed(space, chosen[space.op], open_recording(recording, space.op, target), not wanted)
-        for space in spaces
-        if chosen[space.op]
-    ]
+    judged = choose_problems(spaces, held_out) if held_out else {}
+    parts = []
+    for space in spaces:
+        problems = chosen[space.op]
+        apart = [p for p in judged.get(space.op, []) if p not in problems]
+        if problems and recording is None:
+            parts.append(Part(space, problems, None, held_out=apart))
+        elif problems:
+            opened = open_recording(recording or "", space.op, target)
+            part = _replayed(space, problems, opened, not wanted)
+            kept = _replayed(space, apart, opened, False).problems if apart else []
+            parts.append(replace(part, held_out=kept))
+    return parts
 
 
 def choose_problems(spaces: Sequence[Space], wanted: Sequence[str]) -> dict[str, list[Problem]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -205,6 +205,15 @@ class Tracker:
         gain = winner.default_latency_ms
         ratio = f" ({gain / winner.latency_ms:.2f}x default)" if gain else ""
         self._view.line(f"{name}: {winner.latency_ms:.4g} ms{ratio}  {winner.text}")
+
+    def settled(self, op: str, results: Sequence[Result]) -> None:
+        """Say how few variants stand for how many problems."""
+        variants = {result.winner.text for result in results if result.winner}
+        worst = max(result.loss for result in results)
+        self._view.line(
+            f"{op}: {len(variants)} variants stand for {len(results)} problems, "
+            f"at most {max(worst, 0.0):.1%} slower than each problem's own best"
+        )
 
     def _show(self, problem: Problem) -> None:
         """Let the bar be that of the problem that moves."""

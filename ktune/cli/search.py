@@ -71,6 +71,12 @@ Examples:
     metavar="FILE",
     help="Write every outcome to a recording, to be replayed by --target FILE.",
 )
+@click.option(
+    "--held-out",
+    multiple=True,
+    metavar="SET|TEXT",
+    help="Problems to judge the table by: searched, but given no entry; shows what its picks lose.",
+)
 @click.option("--no-proof", is_flag=True, help="Do not prove a replay's winners here.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @common
@@ -93,6 +99,7 @@ def search(
     fresh: bool,
     exhaustive: bool,
     record: Path | None,
+    held_out: tuple[str, ...],
     no_proof: bool,
     quiet: bool,
     as_json: bool,
@@ -129,6 +136,7 @@ def search(
         table=table,
         fresh=fresh,
         record=record,
+        held_out=held_out,
         proof=not no_proof,
         quiet=quiet,
         as_json=as_json,

@@ -22,6 +22,7 @@ from ktune.cli.progress import Tracker, make_view
 from ktune.cli.summary import Finding, print_summary
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
+from ktune.problem import Problem
 from ktune.search.archive import family_name
 from ktune.search.campaign import Campaign, Result, record
 from ktune.search.effort import Effort
@@ -32,7 +33,8 @@ from ktune.search.replay import ReplayTarget
 from ktune.search.storage import MEMORY, open_storage, quiet_optuna
 from ktune.search.target import Target
 from ktune.settings import masked
-from ktune.table import Entry, check_writable, update_table
+from ktune.table import Entry, check_writable, read_table, update_table
+from ktune.variant import Variant
 
 STORAGE_ERRORS = (StorageError, optuna.exceptions.StorageInternalError, SQLAlchemyError)
 
@@ -50,6 +52,7 @@ class Request:
     table: Path | None
     fresh: bool
     record: Path | None
+    held_out: tuple[str, ...]
     proof: bool
     quiet: bool
     as_json: bool
@@ -58,7 +61,9 @@ class Request:
 def run_search(request: Request) -> int:
     """Search, print the summary, and return the exit code."""
     recording = recording_name(request.target, request.devices)
-    parts = make_parts(request.spaces, request.problems, recording, request.target)
+    parts = make_parts(
+        request.spaces, request.problems, recording, request.target, request.held_out
+    )
     session = Session(request, parts)
     try:
         session.run()
@@ -87,6 +92,7 @@ class Session:
     def __init__(self, request: Request, parts: list[Part]) -> None:
         self._request, self._parts = request, parts
         self.findings: list[Finding] = []
+        self.judged: list[Finding] = []
         self._known = _earlier_recording(request, parts)
         self._live: LiveTarget | None = None
         self._failed = False
@@ -95,7 +101,7 @@ class Session:
         self._storage_name = self._choose_storage()
         self._storage = self._open_storage()
         self._view = make_view(request.quiet)
-        self._tracker = Tracker(self._view, sum(len(part.problems) for part in parts))
+        self._tracker = Tracker(self._view, sum(len(part.all_problems) for part in parts))
 
     def run(self) -> None:
         """Search every part, and prove what was replayed."""
@@ -121,6 +127,7 @@ class Session:
         """Print the summary and return the exit code."""
         print_summary(
             self.findings,
+            self.judged,
             self._table,
             masked(self._storage_name),
             interrupted,
@@ -161,16 +168,24 @@ class Session:
 
     def _search(self, part: Part) -> None:
         """Search a part's problems; if the storage fails on the way, go on without it."""
-        todo = list(part.problems)
+        todo = part.all_problems
+        apart = {problem.text for problem in part.held_out}
         while todo:
             with self._target(part) as target:
                 campaign = Campaign(
-                    target, self._storage, self._sink, self._request.effort, self._tracker
+                    target,
+                    self._storage,
+                    self._sink,
+                    self._request.effort,
+                    self._tracker,
+                    winners=self._tuned_before(part),
+                    held_out=apart,
                 )
                 try:
                     for result in campaign.run([(part.space, problem) for problem in todo]):
                         todo.remove(result.problem)
                         self._keep(part, target, result)
+                    self._record(part, target, campaign.results)
                 except STORAGE_ERRORS as error:
                     self._leave_storage(error)
 
@@ -178,15 +193,40 @@ class Session:
         if self._table is not None:
             update_table(self._table, entries, [device])
 
+    def _tuned_before(self, part: Part) -> list[tuple[Problem, Variant]]:
+        """Return the winners that the user's table holds for other problems of the operation.
+
+        None for a replay: a table may have been made from the recording itself.
+        """
+        if part.recording is not None or self._table is None or not self._table.exists():
+            return []
+        try:
+            entries = list(read_table(self._table))
+        except TableError:
+            return []
+        device = self._tracker.device
+        return [
+            (entry.problem, entry.variant)
+            for entry in entries
+            if device is not None
+            and entry.device_key == device.key
+            and entry.problem.op == part.space.op
+        ]
+
     def _keep(self, part: Part, target: Target, result: Result) -> None:
         saved = self._table is not None and result.entry is not None and not result.table_error
-        self.findings.append(Finding(part, target, result, saved))
+        kept = self.judged if result.problem in part.held_out else self.findings
+        kept.append(Finding(part, target, result, saved))
         if result.table_error:
             warn(f"{result.problem.text} is not saved: {result.table_error}")
+        self._record(part, target, [result])
+
+    def _record(self, part: Part, target: Target, results: Sequence[Result]) -> None:
+        """Add results to the recording, if one is asked for."""
         path = self._request.record
         if path is None:
             return
-        self._known = record(target, [result], part.space.op, self._known)
+        self._known = record(target, results, part.space.op, self._known)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._known.write(path)
@@ -257,7 +297,7 @@ class Session:
 
 def forget(storage: BaseStorage, part: Part, target: Target) -> None:
     """Delete the studies of a part's problems on this target, of whatever space."""
-    families = {family_name(problem, target) for problem in part.problems}
+    families = {family_name(problem, target) for problem in part.all_problems}
     with quiet_optuna():
         for summary in optuna.get_all_study_summaries(storage, include_best_trial=False):
             if summary.study_name.rpartition(" | space ")[0] in families:

@@ -12,6 +12,7 @@ from typing import Any
 from ktune import settings
 from ktune.bench.measurement import STATUSES
 from ktune.cli.console import emit, number, short_names, show, table
+from ktune.cli.judged import judged_dict, judged_table
 from ktune.cli.plan import Part
 from ktune.operations import operation
 from ktune.search.campaign import Result
@@ -95,6 +96,9 @@ class Finding:
             "legal": result.outcome.legal,
             "outcomes": dict(self.counts),
             "rejected": result.outcome.rejected,
+            "loss": round(result.loss, 5),
+            "covers": {name: list(ends) for name, ends in result.covers.items()},
+            "margin_interval": winner.interval if winner else None,
             "saved": self.saved,
             "proof": _proof_dict(self.proof),
         }
@@ -114,6 +118,7 @@ def _proof_dict(proof: Proof | None) -> dict[str, Any] | None:
 
 def print_summary(
     findings: Sequence[Finding],
+    judged: Sequence[Finding],
     table_path: Path | None,
     storage: str,
     interrupted: bool,
@@ -130,12 +135,15 @@ def print_summary(
                 "targets": _targets(findings),
                 "breakdown": findings[0].target.spent.to_dict() if findings else {},
                 "results": [finding.to_dict() for finding in findings],
+                "held_out": judged_dict(judged),
                 "load": load_lines(findings, table_path),
             },
         )
         return
     for op in dict.fromkeys(finding.result.problem.op for finding in findings):
         _show_operation(op, [f for f in findings if f.result.problem.op == op])
+    for op in dict.fromkeys(finding.result.problem.op for finding in judged):
+        show(judged_table(op, [f for f in judged if f.result.problem.op == op]))
     for target in {id(f.target): f.target for f in findings}.values():
         show("", _spent_line(target))
     lines = load_lines(findings, table_path)

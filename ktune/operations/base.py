@@ -134,6 +134,14 @@ class Operation(ABC):
         A variant that is legal for one problem of a bucket must be legal for all.
         """
 
+    def serves(self, problem: Problem, variant: Variant, tuned: Problem) -> bool:
+        """Return whether a variant tuned for a problem of another structure may be used here.
+
+        It must be legal, and likely better than the default variant. Asked only for problems
+        whose sizes are near, where nothing nearer is known; by default nothing may.
+        """
+        return False
+
     @abstractmethod
     def proving(self, problem: Problem) -> list[Problem]:
         """Return small, ragged problems of the same structure, to check a variant on."""

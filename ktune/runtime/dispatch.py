@@ -144,7 +144,7 @@ class Dispatcher:
 
         device = device_at(index)
         match = self.match(problem, device)
-        if match.kind == "default":
+        if match.kind in {"nearest", "default"}:
             self._report_missing(match, device, problem)
         module = load_module(self._source(match.variant, problem))
         return Bound(problem, device, match, module.launch, match.variant.options)
@@ -153,10 +153,11 @@ class Dispatcher:
         """Raise in strict mode; else warn, once in a process."""
         message = match.message(device, problem)
         if settings.strict():
-            raise StrictError(f"{message} ({settings.STRICT}=1 forbids the default variant)")
+            raise StrictError(f"{message} ({settings.STRICT}=1 forbids all but tuned sizes)")
         level = logging.INFO if self._warned else logging.WARNING
         self._warned = True
-        _log.log(level, "%s. Until then ktune uses its default variant", message)
+        used = "the winner of the nearest" if match.kind == "nearest" else "its default variant"
+        _log.log(level, "%s. Until then ktune uses %s", message, used)
 
     def _source(self, variant: Variant, problem: Problem) -> Any:
         """Return the rendered source; problems of equal structure share it."""

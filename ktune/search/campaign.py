@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,13 +22,17 @@ from ktune.search.archive import Archive
 from ktune.search.effort import Effort
 from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
+from ktune.search.held_out import judge
 from ktune.search.recording import RecordedProblem, Recording
+from ktune.search.settle import settle
 from ktune.search.storage import Heartbeat, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
 from ktune.space import Space
 from ktune.table import Entry, Provenance
+from ktune.table.entry import Covers
+from ktune.table.match import Match
 from ktune.variant import Variant
 
 NEIGHBOURS = 3
@@ -53,6 +58,9 @@ class Listener(Protocol):
     def problem_done(self, result: Result) -> None:
         """A problem has its winner (or none)."""
 
+    def settled(self, op: str, results: Sequence[Result]) -> None:
+        """The variants that stand for all problems of an operation are chosen."""
+
 
 @dataclass(slots=True)
 class Result:
@@ -66,6 +74,10 @@ class Result:
         winner: of the finals.
         entry: what the table holds; None if nothing passed.
         table_error: why it holds nothing.
+        covers: sizes that the entry stands for, beside the problem's own.
+        loss: share by which the winner is slower than this problem's own best; of a problem that
+            was held out, by which the table's pick is.
+        pick: what the table says for a problem that was held out.
     """
 
     problem: Problem
@@ -75,6 +87,9 @@ class Result:
     winner: Winner | None = None
     entry: Entry | None = None
     table_error: str = ""
+    covers: Covers = field(default_factory=dict)
+    loss: float = 0.0
+    pick: Match | None = None
 
     @property
     def baselines(self) -> dict[str, float]:
@@ -116,6 +131,7 @@ class Campaign:
         winners: of other problems, known before; the nearest are tried first.
         finals: whether to end each search with finals and an entry; a helper of another
             process's campaign does not.
+        held_out: texts of problems that are searched to judge the table by, and get no entry.
     """
 
     def __init__(
@@ -127,10 +143,11 @@ class Campaign:
         listener: Listener,
         winners: Sequence[tuple[Problem, Variant]] = (),
         finals: bool = True,
+        held_out: Set[str] = frozenset(),
     ) -> None:
-        self._target, self._storage, self._sink = target, storage, sink
-        self._effort, self._listener = effort, listener
-        self._winners, self._finals = list(winners), finals
+        self.target, self.effort = target, effort
+        self._storage, self._sink, self._listener = storage, sink, listener
+        self._winners, self._finals, self._held_out = list(winners), finals, held_out
         self._heartbeat = Heartbeat(storage)
         with quiet_optuna():
             self._failures = Failures(storage, target)
@@ -139,9 +156,14 @@ class Campaign:
         self._left = 0
         self.grounds: dict[str, Ground] = {}
         self.results: list[Result] = []
+        self._searches: dict[str, ProblemSearch] = {}
 
     def run(self, work: Sequence[tuple[Space, Problem]]) -> Iterator[Result]:
-        """Search every problem; yields each result once its entry is kept."""
+        """Search every problem; yields each result once its entry is kept.
+
+        When all are searched, the few variants that stand for them all are settled on
+        (``settle.py``): entries and results may then change once more.
+        """
         todo, active = deque(work), list[_Active]()
         self._left = len(work)
         with quiet_optuna():
@@ -149,29 +171,54 @@ class Campaign:
             try:
                 while todo or active:
                     self._fill(active, todo)
-                    if self._flight:
-                        self._take(active)
-                    for done in [a for a in active if self._is_over(a)]:
-                        active.remove(done)
+                    for done in self._step(active):
                         yield self._conclude(done)
-                    if active and not self._flight and all(a.dry for a in active):
-                        time.sleep(POLL_S)  # other processes are at it
+                if self._finals:
+                    self._settle()
+                    judge(self, [r for r in self.results if r.problem.text in self._held_out])
             finally:
                 self._heartbeat.close()
 
+    def measure(self, wanted: Mapping[str, Sequence[Variant]]) -> None:
+        """Measure variants of problems that were searched, by problem text, if time is left."""
+        if self.target.now() >= self.effort.budget_s:
+            return
+        active = []
+        for result in self.results:
+            variants = wanted.get(result.problem.text, ())
+            if variants:
+                search = self._searches[result.problem.text]
+                search.extend(variants)
+                active.append(_Active(search, result, math.inf))
+        while active:
+            self._fill(active, deque())
+            for done in self._step(active):
+                done.search.close()
+
+    def _step(self, active: list[_Active]) -> list[_Active]:
+        """Take one outcome, or wait for other processes; return the searches that are over."""
+        if self._flight:
+            self._take(active)
+        over = [each for each in active if self._is_over(each)]
+        for each in over:
+            active.remove(each)
+        if active and not self._flight and all(each.dry for each in active) and not over:
+            time.sleep(POLL_S)
+        return over
+
     def _fill(self, active: list[_Active], todo: deque[tuple[Space, Problem]]) -> None:
         """Keep the target busy, with the next problem too if this one has nothing to ask."""
-        while self._flight < self._target.capacity:
+        while self._flight < self.target.capacity:
             if any(self._ask(each) for each in active):
                 continue
-            if not todo or (active and self._target.capacity == 1):
+            if not todo or (active and self.target.capacity == 1):
                 return
             active.append(self._start(*todo.popleft()))
 
     def _ask(self, active: _Active) -> bool:
         """Submit one more variant of a search; return whether there was one."""
         search = active.search
-        if self._target.now() >= active.deadline:
+        if self.target.now() >= active.deadline:
             active.dry = True
             return False
         variant = search.next()
@@ -182,12 +229,12 @@ class Campaign:
         if known is not None:
             self._tell(active, variant, known)
             return True
-        self._target.submit(search.problem, variant)
+        self.target.submit(search.problem, variant)
         self._flight += 1
         return True
 
     def _take(self, active: list[_Active]) -> None:
-        problem, variant, measurement = self._target.next()
+        problem, variant, measurement = self.target.next()
         self._flight -= 1
         (own,) = [each for each in active if each.search.problem == problem]
         self._failures.note(own.search.ground.key(variant), measurement)
@@ -203,7 +250,7 @@ class Campaign:
 
     def _start(self, space: Space, problem: Problem) -> _Active:
         self._listener.problem_started(problem)
-        target, effort = self._target, self._effort
+        target, effort = self.target, self.effort
         if problem.text not in self.grounds:
             self.grounds[problem.text] = Ground.of(space, problem, target.device)
         ground = self.grounds[problem.text]
@@ -223,6 +270,7 @@ class Campaign:
         first += space.seeds_for(problem, target.device)
         search.begin(effort.trials_for(space, len(ground.legal)), first, hints)
         self.results.append(result)
+        self._searches[problem.text] = search
         share = (effort.budget_s - target.now()) / max(self._left, 1)
         return _Active(search, result, target.now() + share)
 
@@ -249,8 +297,8 @@ class Campaign:
         active.search.close()
         self._left -= 1
         result = active.result
-        self._target.spent.render = sum(ground.render_s for ground in self.grounds.values())
-        if self._finals:
+        self.target.spent.render = sum(ground.render_s for ground in self.grounds.values())
+        if self._finals and result.problem.text not in self._held_out:
             self._hold_finals(result)
             self._save(result)
         self._listener.problem_done(result)
@@ -260,7 +308,7 @@ class Campaign:
         """Time the best few, the default and the baselines in turn; the winner must hold."""
         finalists = _finalists(result.outcome, result.default)
         while finalists:
-            target, problem = self._target, result.problem
+            target, problem = self.target, result.problem
             result.samples = target.finals(problem, finalists)
             own = {v.text: result.samples.get(v.text, []) for v in finalists}
             winner = choose(result.default.text, own, result.outcome.measurements)
@@ -275,9 +323,22 @@ class Campaign:
             result.outcome.measurements[winner.text] = Measurement("wrong", detail=wrong)
             finalists = [v for v in finalists if v != variant]
 
+    def _settle(self) -> None:
+        """Let few variants stand for all problems of each operation."""
+        for op in dict.fromkeys(result.problem.op for result in self.results):
+            settled = settle(self, [r for r in self.results if r.problem.op == op])
+            entries = [result.entry for result in settled if result.entry is not None]
+            try:
+                self._sink(entries, self.target.device)
+            except TableError as error:
+                for result in settled:
+                    result.table_error = str(error)
+            if settled:
+                self._listener.settled(op, settled)
+
     def entry(self, result: Result, variant: Variant, winner: Winner) -> Entry:
         """Return the table's entry of a problem."""
-        target = self._target
+        target = self.target
         provenance = Provenance(
             latency_ms=winner.latency_ms,
             spread_ms=winner.spread_ms,
@@ -291,15 +352,19 @@ class Campaign:
             replayed_from=target.replayed_from,
             trials=len(result.outcome.measurements),
             baselines=result.baselines,
+            interval=winner.interval,
+            loss=round(max(result.loss, 0.0), 4),
         )
         source = render(variant, result.problem)
-        return Entry(target.device.key, result.problem, variant, source.id, provenance)
+        return Entry(
+            target.device.key, result.problem, variant, source.id, provenance, result.covers
+        )
 
     def _save(self, result: Result) -> None:
         if result.entry is None:
             return
         try:
-            self._sink([result.entry], self._target.device)
+            self._sink([result.entry], self.target.device)
         except TableError as error:
             result.table_error = str(error)
 

@@ -125,6 +125,13 @@ class ProblemSearch:
         for variant in fresh[: max(room, 0)]:
             self._enqueue(variant)
 
+    def extend(self, variants: Iterable[Variant]) -> None:
+        """Ask for some more variants, beyond the budget; known ones are passed over."""
+        fresh = [v for v in variants if v.text in self._legal and self._is_new(v.text)]
+        self._goal = self.count + len(self._elsewhere) + len(fresh)
+        for variant in fresh:
+            self._enqueue(variant)
+
     def next(self) -> Variant | None:
         """Return a variant to measure; None if the budget is spent or nothing is new."""
         if self._shared:

@@ -10,6 +10,7 @@ from math import floor, sqrt
 from ktune.bench.measurement import Measurement
 
 FINALISTS = 6
+LEAST_PAIRS = 6
 LEAST_MARGIN = 0.005
 """A gain under half a per cent is not one."""
 
@@ -24,6 +25,7 @@ class Winner:
         spread_ms: its interquartile range there (or when it was first measured).
         default_latency_ms: the default variant's median in the finals; None if it has no time.
         margin: share of the default's time that the winner saves; 0 for the default itself.
+        interval: 95 % interval of that share, from paired samples; None without them.
         samples: samples a median rests on.
     """
 
@@ -33,6 +35,7 @@ class Winner:
     default_latency_ms: float | None
     margin: float
     samples: int
+    interval: tuple[float, float] | None = None
 
 
 def choose(
@@ -55,6 +58,7 @@ def choose(
             best = default
     base = medians.get(default)
     margin = 0.0 if base is None else 1.0 - medians[best] / base
+    paired = default in medians and best != default
     return Winner(
         best,
         medians[best],
@@ -62,7 +66,25 @@ def choose(
         base,
         max(margin, 0.0),
         len(samples[best]),
+        saved_share(samples[default], samples[best]) if paired else None,
     )
+
+
+def saved_share(slow: list[float], fast: list[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the share of ``slow``'s median that ``fast`` saves.
+
+    By order statistics of the paired differences; None where samples are not paired.
+    """
+    if len(slow) != len(fast) or len(slow) < LEAST_PAIRS:
+        return None
+    differences = sorted(a - b for a, b in zip(slow, fast, strict=True))
+    rank, base = _rank(len(differences)), statistics.median(slow)
+    return differences[rank] / base, differences[-1 - rank] / base
+
+
+def _rank(count: int) -> int:
+    """Return which order statistic is the lower end of the median's 95 % interval."""
+    return max(floor(count / 2 - 0.98 * sqrt(count)), 0)
 
 
 def _sure_gain(slow: list[float], fast: list[float], measured: Measurement | None) -> float:
@@ -71,10 +93,9 @@ def _sure_gain(slow: list[float], fast: list[float], measured: Measurement | Non
     With paired samples: the lower end of the 95 % interval of the median difference, by order
     statistics. With single samples: the difference less the interquartile range.
     """
-    if len(slow) == len(fast) > 5:
-        differences = sorted(a - b for a, b in zip(slow, fast, strict=True))
-        rank = floor(len(differences) / 2 - 0.98 * sqrt(len(differences)))
-        return differences[max(rank, 0)]
+    interval = saved_share(slow, fast)
+    if interval is not None:
+        return interval[0] * statistics.median(slow)
     noise = (measured.spread_ms or 0.0) if measured else 0.0
     return statistics.median(slow) - statistics.median(fast) - noise
 

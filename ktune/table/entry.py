@@ -32,6 +32,9 @@ class Provenance:
         trials: variants evaluated in the search.
         versions: of torch, triton, ktune, driver.
         baselines: latency in ms of what users have today, by name.
+        interval: 95 % interval of ``margin``, from paired samples of the finals; None without.
+        loss: share by which a faster variant of this very problem was given up, so that few
+            variants stand for many problems.
         replayed_from: name and date of the recording, where no GPU was timed for this entry.
     """
 
@@ -47,11 +50,15 @@ class Provenance:
     versions: Mapping[str, str] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
     replayed_from: str | None = None
+    interval: tuple[float, float] | None = None
+    loss: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"versions": dict(self.versions), "baselines": dict(self.baselines)}
+        values |= {"versions": dict(self.versions), "baselines": dict(self.baselines)}
+        values["interval"] = list(self.interval) if self.interval else None
+        return {k: v for k, v in values.items() if v or k not in _OPTIONAL}
 
     @classmethod
     def from_dict(cls, values: object) -> Provenance:
@@ -60,10 +67,14 @@ class Provenance:
         Raises:
             TableError: a key is unknown or missing, or a value has the wrong type.
         """
-        found = _object(values, "provenance", {f.name for f in fields(cls)})
+        names = {f.name for f in fields(cls)}
+        found = _object(values, "provenance", names - _OPTIONAL, _OPTIONAL)
         for name, check in _CHECKS.items():
-            if not check(found[name]):
+            if name in found and not check(found[name]):
                 raise TableError(f"provenance.{name} has the wrong type: {found[name]!r:.80}")
+        if found.get("interval"):
+            low, high = found["interval"]
+            found = {**found, "interval": (low, high)}
         return cls(**found)
 
 
@@ -193,6 +204,15 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(_is_number(v) for v in value.values())
 
 
+def _is_interval(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    )
+
+
+_OPTIONAL = frozenset({"interval", "loss"})
+"""Keys of a provenance that are left out where they say nothing."""
+
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "latency_ms": _is_number,
     "spread_ms": _is_number,
@@ -206,4 +226,6 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
     "versions": _is_texts,
     "baselines": _is_numbers,
     "replayed_from": lambda value: value is None or isinstance(value, str),
+    "interval": _is_interval,
+    "loss": _is_number,
 }

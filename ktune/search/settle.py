@@ -1,0 +1,85 @@
+"""Settle on few variants for many problems, and on the sizes that each stands for.
+
+After the searches of a campaign: the best few variants of every problem are measured on the other
+problems too, a small cover is chosen (``portfolio.py``), regions of sizes are drawn
+(``regions.py``), and where a region's variant is not the problem's own winner, the two meet the
+default in one more final. A variant that loses more there than the cover may give away, or that
+is wrong on the problem, does not get it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ktune.problem import Problem
+from ktune.search.portfolio import LOSS, cover, shortlist
+from ktune.search.regions import Region, by_problem, regions
+from ktune.search.winner import choose
+from ktune.variant import Variant
+
+if TYPE_CHECKING:
+    from ktune.search.campaign import Campaign, Result
+
+
+def settle(campaign: Campaign, results: Sequence[Result]) -> list[Result]:
+    """Choose the variants that stand for one operation's problems; change results and entries.
+
+    Args:
+        campaign: measures, and holds finals.
+        results: of one operation.
+
+    Returns:
+        The results whose entry is to be written anew.
+    """
+    won = [result for result in results if result.entry is not None]
+    if not won:
+        return []
+    effort = campaign.effort
+    known = {result.problem.text: result.outcome.measurements for result in won}
+
+    def legal(problem: Problem) -> set[str]:
+        return set(campaign.grounds[problem.text].legal)
+
+    missing = shortlist(known, legal, everywhere=True)
+    campaign.measure({problem.text: variants for problem, variants in missing.items()})
+    chosen = cover(known, LOSS, effort.max_variants, effort.batch_invariant)
+    homes = by_problem(regions(known, chosen))
+    for result in won:
+        _give(campaign, result, homes.get(result.problem.text))
+    return won
+
+
+def _give(campaign: Campaign, result: Result, home: Region | None) -> None:
+    """Let the region's variant have the problem, if it holds in finals of its own."""
+    assert result.entry is not None and result.winner is not None
+    if home is None:
+        return
+    own, picked = result.entry.variant, Variant.parse(result.problem.op, home.variant)
+    if picked != own and not _replace(campaign, result, own, picked):
+        return
+    result.covers = dict(home.covers)
+    assert result.winner is not None
+    result.entry = campaign.entry(result, picked, result.winner)
+
+
+def _replace(campaign: Campaign, result: Result, own: Variant, picked: Variant) -> bool:
+    """Time the region's variant against the own winner and the default; return whether it won."""
+    problem, target = result.problem, campaign.target
+    contenders = list(dict.fromkeys([picked, own, result.default]))
+    samples = target.finals(problem, contenders)
+    if not samples.get(picked.text) or not samples.get(own.text):
+        return False
+    loss = statistics.median(samples[picked.text]) / statistics.median(samples[own.text]) - 1.0
+    free = campaign.effort.max_variants is None and not campaign.effort.batch_invariant
+    if free and loss > LOSS:
+        return False
+    names = {picked.text, result.default.text}
+    measured = result.outcome.measurements
+    winner = choose(result.default.text, {k: v for k, v in samples.items() if k in names}, measured)
+    if winner is None or winner.text != picked.text or target.verify(problem, picked):
+        return False
+    result.samples = result.samples | samples
+    result.winner, result.loss = winner, loss
+    return True
