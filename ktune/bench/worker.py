@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from ktune.bench.reaper import reaper
 from ktune.errors import KtuneError, UsageError
 from ktune.operations import operation, references
 
@@ -126,6 +127,10 @@ class Worker:
             except ProcessLookupError:
                 self._process.kill()
             self._process.wait()
+        if self._process is not None:
+            with suppress(ProcessLookupError):  # what a worker that ended by itself has left
+                os.killpg(self._process.pid, signal.SIGKILL)
+            reaper.forget(self._process.pid)
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
@@ -141,6 +146,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        reaper.watch(self._process.pid)
         theirs.close()
         self._connection = ours
 
