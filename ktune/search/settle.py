@@ -4,7 +4,8 @@ After the searches of a campaign: the best few variants of every problem are mea
 problems too, a small cover is chosen (``portfolio.py``), regions of sizes are drawn
 (``regions.py``), and where a region's variant is not the problem's own winner, the two meet the
 default in one more final. A variant that loses more there than the cover may give away, or that
-is wrong on the problem, does not get it.
+is wrong on the problem, or that the default beats beyond the noise, does not get it. (With
+``--max-variants`` or ``--batch-invariant`` only a wrong one does not.)
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ktune.bench.measurement import Measurement
 from ktune.problem import Problem
 from ktune.search.portfolio import LOSS, cover, shortlist
 from ktune.search.regions import Region, by_problem, regions
-from ktune.search.winner import choose
+from ktune.search.winner import as_winner, beats
 from ktune.variant import Variant
 
 if TYPE_CHECKING:
@@ -72,14 +74,16 @@ def _replace(campaign: Campaign, result: Result, own: Variant, picked: Variant) 
     if not samples.get(picked.text) or not samples.get(own.text):
         return False
     loss = statistics.median(samples[picked.text]) / statistics.median(samples[own.text]) - 1.0
+    measured, default = result.outcome.measurements, result.default.text
     free = campaign.effort.max_variants is None and not campaign.effort.batch_invariant
     if free and loss > LOSS:
         return False
-    names = {picked.text, result.default.text}
-    measured = result.outcome.measurements
-    winner = choose(result.default.text, {k: v for k, v in samples.items() if k in names}, measured)
-    if winner is None or winner.text != picked.text or target.verify(problem, picked):
+    if free and samples.get(default) and beats(default, picked.text, samples, measured):
         return False
+    if wrong := target.verify(problem, picked):
+        measured[picked.text] = Measurement("wrong", detail=wrong)
+        return False
+    winner = as_winner(picked.text, default, samples, measured)
     result.samples = result.samples | samples
     result.winner, result.loss = winner, loss
     return True

@@ -24,7 +24,8 @@ class Winner:
         latency_ms: its median in the finals.
         spread_ms: its interquartile range there (or when it was first measured).
         default_latency_ms: the default variant's median in the finals; None if it has no time.
-        margin: share of the default's time that the winner saves; 0 for the default itself.
+        margin: share of the default's time that the winner saves; 0 for the default itself, and
+            negative for a variant that was to win whatever its time.
         interval: 95 % interval of that share, from paired samples; None without them.
         samples: samples a median rests on.
     """
@@ -52,21 +53,34 @@ def choose(
     if not medians:
         return None
     best = min(medians, key=lambda text: (medians[text], text))
-    if default in medians and best != default:
-        gain = _sure_gain(samples[default], samples[best], measured.get(best))
-        if gain < LEAST_MARGIN * medians[default]:
-            best = default
-    base = medians.get(default)
-    margin = 0.0 if base is None else 1.0 - medians[best] / base
-    paired = default in medians and best != default
+    if default in medians and not beats(best, default, samples, measured):
+        best = default
+    return as_winner(best, default, samples, measured)
+
+
+def beats(
+    text: str, other: str, samples: Mapping[str, list[float]], measured: Mapping[str, Measurement]
+) -> bool:
+    """Return whether a variant is faster than another beyond the noise."""
+    gain = _sure_gain(samples[other], samples[text], measured.get(text))
+    return text != other and gain >= LEAST_MARGIN * statistics.median(samples[other])
+
+
+def as_winner(
+    text: str, default: str, samples: Mapping[str, list[float]], measured: Mapping[str, Measurement]
+) -> Winner:
+    """Return a finalist as the winner, whatever its time; arguments as of ``choose``."""
+    latency = statistics.median(samples[text])
+    base = statistics.median(samples[default]) if samples.get(default) else None
+    paired = base is not None and text != default
     return Winner(
-        best,
-        medians[best],
-        _spread(samples[best], measured.get(best)),
+        text,
+        latency,
+        _spread(samples[text], measured.get(text)),
         base,
-        max(margin, 0.0),
-        len(samples[best]),
-        saved_share(samples[default], samples[best]) if paired else None,
+        0.0 if base is None else 1.0 - latency / base,
+        len(samples[text]),
+        saved_share(samples[default], samples[text]) if paired else None,
     )
 
 
