@@ -1,9 +1,10 @@
 """Is a kernel right on one set of inputs: close to float64, repeatable, and within its memory.
 
 The rule of errors is FlashAttention's: the largest may be at most twice that of eager PyTorch in
-the same dtype, plus 1e-5 (or plus four float32 roundings of the largest value, where they are
-more). Outputs that an operation calls relative count in units of the largest magnitude of their
-row, so that an all-zero result cannot hide behind the 1e-5 where every right value is that small.
+the same dtype, plus 1e-5; or, where eager PyTorch happens to be exact, what rounding P and the
+output makes inevitable (``ROUNDINGS``). Outputs that an operation calls relative count in units of
+the largest magnitude of their row, so that an all-zero result cannot hide behind the 1e-5 where
+every right value is that small.
 
 A launch writes into NaN-poisoned outputs that lie in guarded memory, and all it did is judged on
 the device, so that a check waits for the GPU once.
@@ -26,8 +27,13 @@ from ktune.operations.base import Operation, Tensors
 from ktune.problem import Problem
 
 SEED = 0
-ROUNDINGS = 4 * torch.finfo(torch.float32).eps
-"""Share of the largest value that an error may always have: four float32 roundings."""
+ROUNDINGS = {torch.float32: 4 * 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Share of the largest value that an error may always have, by the dtype of the output.
+
+Where one key outweighs all others, eager PyTorch returns its value as it is. A fused kernel may
+have a P near 1 there, which it rounds to 16 bits for the product but not for the sum: half a unit
+in the last place, and the output's own rounding is another half.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,8 @@ def make_case(problem: Problem, distribution: str, device: torch.device) -> Case
     limits = {}
     for name, value in expected.items():
         error = float(_largest_error(op, name, eager[name].float(), value))
-        least = max(floor, ROUNDINGS * _largest_value(op, name, value))
-        limits[name] = factor * (error if math.isfinite(error) else 0.0) + least
+        least = ROUNDINGS.get(eager[name].dtype, 0.0) * _largest_value(op, name, value)
+        limits[name] = max(factor * (error if math.isfinite(error) else 0.0) + floor, least)
     kept = {name: snapshot(value) for name, value in _tensors(inputs).items()}
     return Case(problem, distribution, inputs, expected, limits, kept)
 
