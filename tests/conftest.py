@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 import pytest
+
+os.environ["COLUMNS"] = "200"  # tables are as wide in every terminal
 import torch
 
 if os.environ["TRITON_INTERPRET"] == "1":

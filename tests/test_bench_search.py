@@ -213,13 +213,13 @@ class FakeWorker:
         ).to_dict()
 
     @staticmethod
-    def finals(problem, texts, baselines, rounds, index):
+    def finals(problem, texts, baselines, rounds, where):
         places = variants(parse_problem(problem))
-        assert (baselines, index) == ([], 0)
+        assert (baselines, where) == ([], "cuda:0")
         return {text: [1.0 + places.index(text)] * rounds for text in texts}
 
     @staticmethod
-    def measure(problem, text, index):
+    def measure(problem, text, where, best_ms):
         if text == variants(parse_problem(problem))[3]:
             return {"status": "wrong", "detail": "out: error 1"}
         return {"status": "ok", "latency_ms": 1.0}
@@ -229,7 +229,7 @@ class FakeWorker:
 def gpu(monkeypatch):
     FakeWorker.died = ()
     FakeWorker.answers = {
-        DEVICE: lambda index: H200.to_dict(),
+        DEVICE: lambda where: H200.to_dict(),
         VERSIONS: lambda index: {"driver": "580.1"},
         TUNE: FakeWorker.tune,
         FINALS: FakeWorker.finals,

@@ -109,7 +109,7 @@ def bench_search(
 
     Example: ktune bench search softmax --problems baseline --limit 1800
     """
-    recording_name(LIVE, device)
+    recording_name(LIVE, [device])
     options = [*(["--effort", effort] if effort else [])]
     options += ["--trials", str(trials)] if trials else []
     request = Request(op, parse_device(device), rounds, top, limit, tuple(options), reference)
@@ -246,7 +246,7 @@ def _describe(index: int) -> tuple[Device, dict[str, str]]:
     from ktune.report.bench import VERSIONS
 
     with _worker({}) as worker:
-        fields = worker.call(DEVICE, index, timeout_s=START_LIMIT_S)
+        fields = worker.call(DEVICE, f"cuda:{index}", timeout_s=START_LIMIT_S)
         return Device.from_dict(fields), worker.call(VERSIONS, index, timeout_s=START_LIMIT_S)
 
 
@@ -297,12 +297,12 @@ def _finals(
         for text, chosen in picks.items():
             todo = finalists(chosen, seen[text], references.get(text, []), request.top)
             note(f"finals of {text}: {len(todo)} variants")
-            unfit = _unfit(worker, text, todo, request.index)
+            unfit = _unfit(worker, text, todo, request.where)
             fit = [variant for variant in todo if variant not in unfit]
             if not fit:
                 yield RaceRow(chosen, {}, seen[text], unfit, "no finalist passed")
                 continue
-            rest = (request.rounds, request.index)
+            rest = (request.rounds, request.where)
             try:
                 found = worker.call(FINALS, text, fit, [], *rest, timeout_s=FINALS_LIMIT_S)
                 yield RaceRow(chosen, found, seen[text], unfit)
@@ -310,7 +310,7 @@ def _finals(
                 yield RaceRow(chosen, {}, seen[text], unfit, str(error))
 
 
-def _unfit(worker: Worker, problem: str, variants: Sequence[str], index: int) -> dict[str, str]:
+def _unfit(worker: Worker, problem: str, variants: Sequence[str], where: str) -> dict[str, str]:
     """Return which variants are wrong or fail, and why; the other tuner does not look."""
     from ktune.bench.measurement import Measurement
     from ktune.bench.tasks import MEASURE
@@ -319,7 +319,7 @@ def _unfit(worker: Worker, problem: str, variants: Sequence[str], index: int) ->
     found = {}
     for text in variants:
         try:
-            values = worker.call(MEASURE, problem, text, index, timeout_s=FINALS_LIMIT_S)
+            values = worker.call(MEASURE, problem, text, where, None, timeout_s=FINALS_LIMIT_S)
             outcome = Measurement.from_dict(values)
             if not outcome.ok:
                 found[text] = f"{outcome.status}: {outcome.detail}"
