@@ -346,7 +346,7 @@ def _adversarial_heads(q: torch.Tensor, k: torch.Tensor, ramp: torch.Tensor, roo
 
 
 def _huge_heads(q: torch.Tensor, k: torch.Tensor, ramp: torch.Tensor, top: float) -> None:
-    """Give each key head, by turns, one of four patterns of scores that reach ``+-top ** 2``.
+    """Give each key head, by turns, one of four patterns of scores; three reach ``+-top ** 2``.
 
     Each is a product of two numbers of few bits, so every precision computes it exactly, ties
     included; every other query has the sign changed.
@@ -356,7 +356,7 @@ def _huge_heads(q: torch.Tensor, k: torch.Tensor, ramp: torch.Tensor, top: float
     k.zero_()
     q[:, :, 0::2, 0], q[:, :, 1::2, 0] = top, -top
     k[0::4, :, 0] = levels * top
-    k[1::4, :, 0] = -levels * top
+    k[1::4, :, 0] = -top
+    k[1::4, ramp.shape[0] // 3, 0] = top  # one spike over all others
     k[2::4, :, 0] = top  # equal scores: the mean of V
-    k[3::4, :, 0] = -top
-    k[3::4, ramp.shape[0] // 3, 0] = top  # one spike over all others
+    k[3::4, :, 0] = 1.375 * 2**20 / top  # equal ones of a size that is rounded when scaled

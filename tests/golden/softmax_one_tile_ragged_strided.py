@@ -41,10 +41,16 @@ def online_exp(x, m, scale_log2):
 
 
 @triton.jit
+def online_alpha(m_old, m_new, scale_log2):
+    """Return what takes a state from one reference to another; exactly 1 where they are equal."""
+    return online_exp(m_old, m_new, scale_log2)
+
+
+@triton.jit
 def online_update(m_i, l_i, s, scale_log2):
     """Take in a tile of scores; the reference of a row is its maximum so far."""
     m_new = tl.maximum(m_i, tl.max(s, axis=1))
-    alpha = online_exp(m_i, m_new, scale_log2)
+    alpha = online_alpha(m_i, m_new, scale_log2)
     p = online_exp(s, m_new[:, None], scale_log2)
     l_new = l_i * alpha + tl.sum(p, axis=1)
     moved = m_new > m_i

@@ -47,6 +47,12 @@ def online_exp(x, m, scale_log2):
     return tl.exp2((x - m_safe) * scale_log2)
 
 
+@triton.jit
+def online_alpha(m_old, m_new, scale_log2):
+    """Return what takes a state from one reference to another; exactly 1 where they are equal."""
+    return online_exp(m_old, m_new, scale_log2)
+
+
 RESCALE_THRESHOLD: tl.constexpr = tl.constexpr(8.0)  # log2 units
 
 
@@ -59,7 +65,7 @@ def online_update(m_i, l_i, s, scale_log2):
     m_top = tl.maximum(m_i, tl.max(s, axis=1))
     moved = (m_top - m_i) * scale_log2 > RESCALE_THRESHOLD
     m_new = tl.where(moved, m_top, m_i)
-    alpha = online_exp(m_i, m_new, scale_log2)
+    alpha = online_alpha(m_i, m_new, scale_log2)
     p = online_exp(s, m_new[:, None], scale_log2)
     l_new = l_i * alpha + tl.sum(p, axis=1)
     return p, m_new, l_new, alpha, moved

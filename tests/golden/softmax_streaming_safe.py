@@ -47,6 +47,12 @@ def online_exp(x, m, scale_log2):
 
 
 @triton.jit
+def online_alpha(m_old, m_new, scale_log2):
+    """Return what takes a state from one reference to another; exactly 1 where they are equal."""
+    return online_exp(m_old, m_new, scale_log2)
+
+
+@triton.jit
 def online_maximum(m_i, s):
     """Take a tile of scores into the maximum of each row; the first pass."""
     return tl.maximum(m_i, tl.max(s, axis=1))
@@ -72,7 +78,7 @@ def online_rescale(acc, alpha, moved):
 def online_merge(m_i, l_i, scale_log2):
     """Merge the states along the first axis, which saw disjoint parts of the same row."""
     m_row = tl.max(m_i, axis=0)
-    l_row = tl.sum(l_i * online_exp(m_i, m_row, scale_log2), axis=0)
+    l_row = tl.sum(l_i * online_alpha(m_i, m_row, scale_log2), axis=0)
     return m_row, l_row
 
 
