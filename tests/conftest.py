@@ -24,6 +24,18 @@ def _own_folders(tmp_path_factory, monkeypatch):
     monkeypatch.delenv("KTUNE_STORAGE", raising=False)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _own_operations():
+    """Let no test file's own operations be known to the next."""
+    from ktune import operations
+
+    known, named = dict(operations._REGISTRY), list(operations._REFERENCES)
+    yield
+    operations._REGISTRY.clear()
+    operations._REGISTRY.update(known)
+    operations._REFERENCES[:] = named
+
+
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="accept rendered sources")
 
