@@ -199,6 +199,9 @@ class Tracker:
     def problem_done(self, result: Result) -> None:
         """Say how it ended."""
         winner, name = result.winner, self._states[result.problem.text].problem
+        if result.held_out:
+            self._view.line(f"{name}: searched, to judge the table by")
+            return
         if winner is None:
             self._view.line(f"{name}: no variant passed")
             return

@@ -77,6 +77,7 @@ class Result:
         covers: sizes that the entry stands for, beside the problem's own.
         loss: share by which the winner is slower than this problem's own best; of a problem that
             was held out, by which the table's pick is.
+        held_out: it is to judge the table by, and gets no entry.
         pick: what the table says for a problem that was held out.
     """
 
@@ -89,6 +90,7 @@ class Result:
     table_error: str = ""
     covers: Covers = field(default_factory=dict)
     loss: float = 0.0
+    held_out: bool = False
     pick: Match | None = None
 
     @property
@@ -175,7 +177,7 @@ class Campaign:
                         yield self._conclude(done)
                 if self._finals:
                     self._settle()
-                    judge(self, [r for r in self.results if r.problem.text in self._held_out])
+                    judge(self, [r for r in self.results if r.held_out])
             finally:
                 self._heartbeat.close()
 
@@ -264,7 +266,8 @@ class Campaign:
             self._heartbeat,
         )
         default = operation(problem.op).default_variant(problem, target.device)
-        result = Result(problem, default, search.outcome)
+        apart = problem.text in self._held_out
+        result = Result(problem, default, search.outcome, held_out=apart)
         hints = self._neighbours(problem)
         first = [default, *self._neighbours_winners(problem)]
         first += space.seeds_for(problem, target.device)
@@ -298,7 +301,7 @@ class Campaign:
         self._left -= 1
         result = active.result
         self.target.spent.render = sum(ground.render_s for ground in self.grounds.values())
-        if self._finals and result.problem.text not in self._held_out:
+        if self._finals and not result.held_out:
             self._hold_finals(result)
             self._save(result)
         self._listener.problem_done(result)
