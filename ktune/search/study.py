@@ -28,6 +28,11 @@ from ktune.search.target import Target
 from ktune.space import distance
 from ktune.variant import Variant
 
+FEASIBLE = "has a time"
+"""Optuna's name of the constraint that a variant is legal and has a time: broken above 0.
+
+GPSampler wants it of every trial; other samplers take its absence for a constraint that holds.
+"""
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
 
 
@@ -56,7 +61,8 @@ class ProblemSearch:
     ) -> None:
         self.ground = ground
         self._problem, self._legal = ground.problem, ground.legal
-        self._axes = Axes(ground.space, ground.problem, ground.device, static=sampler == "gp")
+        self._static = sampler == "gp"
+        self._axes = Axes(ground.space, ground.problem, ground.device, self._static)
         self._shared = is_shared(storage)
         self._heartbeat = heartbeat or Heartbeat(storage)
         self._pending: dict[str, Trial] = {}
@@ -68,7 +74,7 @@ class ProblemSearch:
         try:
             self._study = optuna.create_study(
                 storage=storage,
-                study_name=study_name(ground.space, ground.problem, target),
+                study_name=study_name(ground.space, ground.problem, target, self._static),
                 sampler=make_sampler(sampler, seed),
                 load_if_exists=True,
             )
@@ -218,7 +224,8 @@ class ProblemSearch:
         """Tell a trial whose answer needs no measuring; return why, or None if it does."""
         text, known = variant.text, self.outcome.measurements
         if text not in self._legal:
-            self._tell_infeasible(trial, "illegal")
+            trial.set_user_attr("illegal", True)
+            self._tell_infeasible(trial)
             return "illegal"
         if text in known:
             trial.set_user_attr("repeat", True)
@@ -264,13 +271,15 @@ class ProblemSearch:
         if keep:
             trial.set_user_attr("measurement", measurement.to_dict())
         if measurement.latency_ms is None:
-            self._tell_infeasible(trial, measurement.status)
+            self._tell_infeasible(trial)
         else:
+            if self._static:
+                trial.set_constraint(FEASIBLE, 0.0)
             self._study.tell(trial, measurement.latency_ms)
 
-    def _tell_infeasible(self, trial: Trial, why: str) -> None:
+    def _tell_infeasible(self, trial: Trial) -> None:
         """Tell a variant without a time in a way that the sampler learns from."""
-        trial.set_constraint(why, 1.0)
+        trial.set_constraint(FEASIBLE, 1.0)
         self._study.tell(trial, math.inf)
 
     def _key_or_none(self, variant: Variant) -> str | None:
@@ -317,6 +326,7 @@ class ProblemSearch:
                         params=self._axes.encode(variant),
                         distributions=self._axes.distributions(variant),
                         value=measurement.latency_ms,
+                        constraints={FEASIBLE: 0.0} if self._static else None,
                         user_attrs={"borrowed": text, "measurement": measurement.to_dict()},
                     )
                 )
