@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from ktune.search.effort import Effort
 from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
 from ktune.search.recording import RecordedProblem, Recording
+from ktune.search.samplers import Hint
 from ktune.search.storage import Heartbeat, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
@@ -31,7 +32,9 @@ from ktune.table import Entry, Provenance
 from ktune.variant import Variant
 
 NEIGHBOURS = 3
-"""Neighbouring problems whose winners are tried first, and whose outcomes guide the sampler."""
+"""Neighbouring problems whose winners are tried first."""
+HINTS = 3
+"""Neighbouring problems whose outcomes guide the sampler."""
 POLL_S = 0.5
 """Seconds between two looks at what other processes are measuring."""
 
@@ -171,7 +174,7 @@ class Campaign:
     def _ask(self, active: _Active) -> bool:
         """Submit one more variant of a search; return whether there was one."""
         search = active.search
-        if self._target.now() >= active.deadline:
+        if self._target.now() >= active.deadline or self.enough(active.result):
             active.dry = True
             return False
         variant = search.next()
@@ -226,18 +229,27 @@ class Campaign:
         share = (effort.budget_s - target.now()) / max(self._left, 1)
         return _Active(search, result, target.now() + share)
 
-    def _neighbours(self, problem: Problem) -> list[Mapping[str, Measurement]]:
+    def enough(self, result: Result) -> bool:
+        """Return whether a problem's search may end before its budget does."""
+        return False
+
+    def recall(self, result: Result) -> Outcome:
+        """Return what the searches of other problems may know of this one."""
+        return result.outcome
+
+    def _neighbours(self, problem: Problem) -> list[Hint]:
         """Return what is known of the nearest other problems of this campaign."""
         others = [r for r in self.results if r.problem.op == problem.op]
         others.sort(key=lambda r: (separation(problem, r.problem), r.problem.text))
-        return [r.outcome.measurements for r in others[:NEIGHBOURS] if r.outcome.best()]
+        known = [Hint(r.problem, self.recall(r).measurements) for r in others[:HINTS]]
+        return [hint for hint in known if any(m.ok for m in hint.measurements.values())]
 
     def _neighbours_winners(self, problem: Problem) -> list[Variant]:
         """Return the winners of the nearest problems, of this campaign and of tables."""
         known = [
             (r.problem, Variant.parse(r.problem.op, best[0][0]))
             for r in self.results
-            if (best := r.outcome.best())
+            if (best := self.recall(r).best())
         ]
         known += [(other, variant) for other, variant in self._winners if other.op == problem.op]
         known = [pair for pair in known if pair[0].op == problem.op]

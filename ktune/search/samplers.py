@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,18 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from ktune.bench.measurement import Measurement
 from ktune.errors import UsageError
+from ktune.problem import Problem
 from ktune.search.effort import AUTO, SAMPLERS
 from ktune.space import distance
 from ktune.variant import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What is known of a neighbouring problem."""
+
+    problem: Problem
+    measurements: Mapping[str, Measurement]
 
 
 @dataclass(slots=True)
@@ -31,16 +40,18 @@ class Sight:
     """What a chooser sees of one problem's search.
 
     Attributes:
+        problem: what is tuned.
         legal: every legal variant by text, in file order.
         seen: outcomes so far.
         pending: texts of variants being measured, here or elsewhere.
         hints: outcomes of neighbouring problems, the nearest first.
     """
 
+    problem: Problem
     legal: Mapping[str, Variant]
     seen: dict[str, Measurement]
     pending: AbstractSet[str]
-    hints: Sequence[Mapping[str, Measurement]] = field(default_factory=list)
+    hints: Sequence[Hint] = ()
 
     def is_new(self, text: str) -> bool:
         """Return whether a variant is neither measured nor being measured."""
@@ -176,13 +187,13 @@ class Transfer:
         score += 1e-9 * np.array([self._random.random() for _ in texts])
         return self._map.variants[int(np.argmin(np.where(new, score, np.inf)))]
 
-    def _from(self, hints: Sequence[Mapping[str, Measurement]]) -> FloatArray:
+    def _from(self, hints: Sequence[Hint]) -> FloatArray:
         """Return the log times that the neighbours predict, nearer ones counting more."""
         assert self._map is not None
         flat = np.zeros(len(self._map.variants))
         total, weights = flat.copy(), np.full_like(flat, 1e-9)
-        for rank, outcomes in enumerate(hints):
-            guess, trust = self._correct(flat, outcomes, ())
+        for rank, hint in enumerate(hints):
+            guess, trust = self._correct(flat, hint.measurements, ())
             weight = np.minimum(trust, 1.0) / (1.0 + rank)
             total, weights = total + weight * guess, weights + weight
         return total / weights

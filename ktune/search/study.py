@@ -9,7 +9,7 @@ count against the budget, each variant once, whoever made them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import optuna
 from optuna.storages import BaseStorage
@@ -22,7 +22,7 @@ from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
 from ktune.search.ground import Ground, Outcome
 from ktune.search.parameters import Axes
-from ktune.search.samplers import Sight, make_chooser, make_sampler
+from ktune.search.samplers import Hint, Sight, make_chooser, make_sampler
 from ktune.search.storage import Heartbeat, is_shared
 from ktune.search.target import Target
 from ktune.space import distance
@@ -68,7 +68,7 @@ class ProblemSearch:
         self._pending: dict[str, Trial] = {}
         self._elsewhere: set[str] = set()
         self._goal = 0
-        self._hints: Sequence[Mapping[str, Measurement]] = ()
+        self._hints: Sequence[Hint] = ()
         self._chooser = make_chooser(sampler, seed)
         self.outcome = Outcome(legal=len(ground.legal), rejected=dict(ground.rejected))
         try:
@@ -115,7 +115,7 @@ class ProblemSearch:
         self,
         trials: int,
         first: Iterable[Variant] = (),
-        hints: Sequence[Mapping[str, Measurement]] = (),
+        hints: Sequence[Hint] = (),
     ) -> None:
         """Set the budget, and queue what comes before the sampler's own choice.
 
@@ -183,7 +183,7 @@ class ProblemSearch:
 
     def _sight(self) -> Sight:
         pending = self._pending.keys() | self._elsewhere
-        return Sight(self._legal, self.outcome.measurements, pending, self._hints)
+        return Sight(self._problem, self._legal, self.outcome.measurements, pending, self._hints)
 
     def _enqueue(self, variant: Variant) -> None:
         """Queue a trial with exactly this variant's parameters."""
