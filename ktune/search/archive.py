@@ -22,9 +22,8 @@ def family_name(problem: Problem, target: Target) -> str:
 def study_name(space: Space, problem: Problem, target: Target, static: bool = False) -> str:
     """Return the name of a problem's study; a changed space is another study.
 
-    Args:
-        static: every trial has every parameter (``Axes``). Such trials stand in a study of their
-            own: a sampler that needs them falls back to chance where others are among them.
+    Static trials have every parameter (``Axes``) and stand in a study of their own: a sampler
+    that needs them falls back to chance where others are among them.
     """
     name = f"{family_name(problem, target)} | space {space.id}"
     return f"{name} static" if static else name
