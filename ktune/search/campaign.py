@@ -22,7 +22,7 @@ from ktune.search.effort import Effort
 from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
 from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.samplers import Hint
+from ktune.search.sight import Hint
 from ktune.search.storage import Heartbeat, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
@@ -33,7 +33,7 @@ from ktune.variant import Variant
 
 NEIGHBOURS = 3
 """Neighbouring problems whose winners are tried first."""
-HINTS = 3
+HINTS = 8
 """Neighbouring problems whose outcomes guide the sampler."""
 POLL_S = 0.5
 """Seconds between two looks at what other processes are measuring."""

@@ -22,7 +22,8 @@ from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
 from ktune.search.ground import Ground, Outcome
 from ktune.search.parameters import Axes
-from ktune.search.samplers import Hint, Sight, make_chooser, make_sampler
+from ktune.search.samplers import make_chooser, make_sampler
+from ktune.search.sight import Hint, Sight
 from ktune.search.storage import Heartbeat, is_shared
 from ktune.search.target import Target
 from ktune.space import distance
