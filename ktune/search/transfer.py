@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from ktune.bench.measurement import Measurement
-from ktune.problem import Problem, separation
+from ktune.problem import Problem, Scalar, separation
 from ktune.search.sight import Sight, log_time
 from ktune.variant import Variant
 
@@ -46,8 +47,8 @@ found its own; between what the process can say and what is measured."""
 OTHER_WORD, OCTAVES = 2.0, 4.0
 """Words, and octaves of sizes, by which problems differ where likeness has fallen to 1/e."""
 
-_NOTHING = ""
-"""In place of a parameter that a variant does not have."""
+_BLOCK = 64
+"""Variants that are compared at a time with all others: bounds the memory."""
 _parsed = lru_cache(maxsize=10_000)(Variant.parse)
 
 
@@ -85,13 +86,12 @@ class _Belief:
         self._places = {text: place for place, text in enumerate(sight.legal)}
         self._columns: dict[int, FloatArray] = {}
         told = [_parsed(sight.problem.op, t) for hint in sight.hints for t in hint.measurements]
-        names = sorted({name for v in (*self.variants, *told) for name in v.values})
-        self._own = _Features(self.variants, names)
+        self._own, theirs = _features(self.variants, told)
         self._mean = np.full(len(self.variants), USUAL)
         self._toward = np.zeros((len(self.variants), len(told)))
         self._back = self._toward.T
         if told:
-            self._hear(sight, _Features(told, names))
+            self._hear(sight, theirs)
         variance = VARIANTS**2 + PROBLEMS**2
         self._variance = variance - np.einsum("ij,ji->i", self._toward, self._back)
 
@@ -139,47 +139,59 @@ class _Belief:
         return self._columns[place]
 
 
+@dataclass(frozen=True, slots=True)
 class _Features:
     """Parameters of variants as arrays, a row a variant and a column a name.
 
-    Args:
-        variants: whose.
-        names: all names that may occur.
+    Attributes:
+        codes: numbers that stand for the values; 0 for a parameter that is not there.
+        octaves: log2 of sizes; NaN for all else.
     """
 
-    def __init__(self, variants: Sequence[Variant], names: Sequence[str]) -> None:
-        values = [[variant.values.get(name, _NOTHING) for name in names] for variant in variants]
-        self._words = np.array(values, dtype=object).reshape(len(values), len(names))
-        self._octaves = np.array(
-            [[math.log2(v) if _is_size(v) else math.nan for v in row] for row in values]  # type: ignore[arg-type]
-        ).reshape(self._words.shape)
+    codes: npt.NDArray[np.int64]
+    octaves: FloatArray
 
     def one(self, place: int) -> _Features:
         """Return those of a single variant."""
-        single = object.__new__(_Features)
-        single._words = self._words[place : place + 1]
-        single._octaves = self._octaves[place : place + 1]
-        return single
+        return _Features(self.codes[place : place + 1], self.octaves[place : place + 1])
 
-    def alike(self, other: _Features) -> FloatArray:
+    def alike(self, others: _Features) -> FloatArray:
         """Return the covariance of each of these variants with each of others."""
-        together = np.zeros((len(self._words), len(other._words)))
-        alone = together.copy()
-        count = self._words.shape[1]
-        for column in range(count):
-            apart = self._apart(other, column)
-            together += apart
-            alone += np.exp(-apart / REACH)
-        share = ALONE * alone / max(count, 1) + (1 - ALONE) * np.exp(-together / REACH)
-        return np.asarray(VARIANTS**2 * share)
+        blocks = []
+        for start in range(0, len(self.codes), _BLOCK):
+            apart = self._apart(slice(start, start + _BLOCK), others)
+            alone = np.exp(-apart / REACH).mean(axis=2)
+            together = np.exp(-apart.sum(axis=2) / REACH)
+            blocks.append(VARIANTS**2 * (ALONE * alone + (1 - ALONE) * together))
+        return np.concatenate(blocks)
 
-    def _apart(self, other: _Features, column: int) -> FloatArray:
-        """Return how far one parameter is from variant to variant."""
-        own, others = self._words[:, column, None], other._words[None, :, column]
-        octaves = np.abs(self._octaves[:, column, None] - other._octaves[None, :, column])
-        absent = (own == _NOTHING) | (others == _NOTHING)
-        words = np.where(own == others, 0.0, np.where(absent, ABSENT, WORD))
-        return np.asarray(np.where(np.isnan(octaves), words, np.minimum(octaves, WORD)))
+    def _apart(self, rows: slice, others: _Features) -> FloatArray:
+        """Return how far each parameter is from variant to variant."""
+        codes, other_codes = self.codes[rows, None], others.codes[None]
+        octaves = np.abs(self.octaves[rows, None] - others.octaves[None])
+        absent = (codes == 0) | (other_codes == 0)
+        apart = np.where(np.isnan(octaves), np.where(absent, ABSENT, WORD), octaves)
+        return np.where(codes == other_codes, 0.0, np.minimum(apart, WORD))
+
+
+def _features(*lists: Sequence[Variant]) -> list[_Features]:
+    """Return the parameters of some lists of variants, in the same numbers."""
+    names = sorted({name for variants in lists for v in variants for name in v.values})
+    known: dict[Scalar, int] = {}
+    found = []
+    for variants in lists:
+        codes = np.zeros((len(variants), len(names)), dtype=np.int64)
+        octaves = np.full(codes.shape, math.nan)
+        for row, variant in enumerate(variants):
+            values = variant.values
+            for column, name in enumerate(names):
+                if name in values:
+                    value = values[name]
+                    codes[row, column] = known.setdefault(value, len(known) + 1)
+                    if _is_size(value):
+                        octaves[row, column] = math.log2(value)  # type: ignore[arg-type]
+        found.append(_Features(codes, octaves))
+    return found
 
 
 def _is_size(value: object) -> bool:
@@ -197,4 +209,4 @@ def _over_best(outcomes: Collection[Measurement]) -> FloatArray:
     best = times.min(initial=math.inf)
     if not math.isfinite(best):
         return np.full(len(times), WORST)
-    return np.minimum(times - best, WORST)
+    return np.asarray(np.minimum(times - best, WORST))
