@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ktune.bench.measurement import Measurement
     from ktune.device import Device
     from ktune.problem import Problem
-    from ktune.search.campaign import Result
     from ktune.search.proof import Proof
+    from ktune.search.result import Result
     from ktune.variant import Variant
 
 EVERY_S = 30.0

@@ -24,12 +24,13 @@ from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
 from ktune.problem import Problem
 from ktune.search.archive import family_name
-from ktune.search.campaign import Campaign, Result, record
+from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
 from ktune.search.live import LiveTarget
 from ktune.search.proof import prove
 from ktune.search.recording import Recording, read_recording
 from ktune.search.replay import ReplayTarget
+from ktune.search.result import Result, record
 from ktune.search.storage import MEMORY, open_storage, quiet_optuna
 from ktune.search.target import Target
 from ktune.settings import masked

@@ -15,9 +15,9 @@ from ktune.cli.console import emit, number, short_names, show, table
 from ktune.cli.judged import judged_dict, judged_table
 from ktune.cli.plan import Part
 from ktune.operations import operation
-from ktune.search.campaign import Result
 from ktune.search.proof import Proof
 from ktune.search.replay import UNRECORDED
+from ktune.search.result import Result
 from ktune.search.target import Target
 
 FAILURES = tuple(status for status in STATUSES if status not in {"ok", "wrong"})

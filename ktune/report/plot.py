@@ -42,12 +42,12 @@ def plot_comparisons(documents: Sequence[Mapping[str, Any]], path: Path) -> None
         path: the file to write; its suffix names the format.
     """
     require_matplotlib(path)
-    figure = _figure(12.0, 4.5 * max(len(documents), 1))
+    figure = new_figure(12.0, 4.5 * max(len(documents), 1))
     charts = figure.subplots(max(len(documents), 1), 2, squeeze=False)
     for (left, right), document in zip(charts, documents, strict=True):
         _strategy_times(left, document)
         _rescale_shares(right, document)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _strategy_times(chart: Axes, document: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ def plot_bench(bench: Bench, path: Path) -> None:
     """
     require_matplotlib(path)
     names = [OWN, DEFAULT, *bench.peers]
-    figure = _figure(max(8.0, 1.3 * len(bench.rows)), 5.5)
+    figure = new_figure(max(8.0, 1.3 * len(bench.rows)), 5.5)
     chart = figure.subplots()
     width = 0.8 / len(names)
     problems = [parse_problem(row.problem) for row in bench.rows]
@@ -114,7 +114,7 @@ def plot_bench(bench: Bench, path: Path) -> None:
     chart.set_ylabel(" or ".join(_units(bench)))
     chart.set_title(f"{bench.op}: {bench.device.name}, {bench.measured}")
     chart.legend(fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _rates(bench: Bench, name: str) -> list[float]:
@@ -127,7 +127,8 @@ def _units(bench: Bench) -> list[str]:
     return list(dict.fromkeys(rate(bench, problem, 1.0)[1] for problem in problems))
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure that needs no display; sizes in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -136,7 +137,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure; the same figure gives the same SVG."""
     import matplotlib
 

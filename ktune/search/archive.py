@@ -19,9 +19,14 @@ def family_name(problem: Problem, target: Target) -> str:
     return f"{problem.text} | {target.device.key} | {target.protocol} {kind}"
 
 
-def study_name(space: Space, problem: Problem, target: Target) -> str:
-    """Return the name of a problem's study; a changed space is another study."""
-    return f"{family_name(problem, target)} | space {space.id}"
+def study_name(space: Space, problem: Problem, target: Target, static: bool = False) -> str:
+    """Return the name of a problem's study; a changed space is another study.
+
+    Static trials have every parameter (``Axes``) and stand in a study of their own: a sampler
+    that needs them falls back to chance where others are among them.
+    """
+    name = f"{family_name(problem, target)} | space {space.id}"
+    return f"{name} static" if static else name
 
 
 class Archive:

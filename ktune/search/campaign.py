@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 
 from ktune.bench.measurement import Measurement
-from ktune.codegen import render, template_digest
+from ktune.codegen import render
 from ktune.device import Device
 from ktune.errors import TableError
 from ktune.operations import operation
@@ -23,84 +21,26 @@ from ktune.search.effort import Effort
 from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
 from ktune.search.held_out import judge
-from ktune.search.recording import RecordedProblem, Recording
+from ktune.search.result import Listener, Result
 from ktune.search.settle import settle
+from ktune.search.sight import Hint
 from ktune.search.storage import Heartbeat, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
 from ktune.space import Space
 from ktune.table import Entry, Provenance
-from ktune.table.entry import Covers
-from ktune.table.match import Match
 from ktune.variant import Variant
 
 NEIGHBOURS = 3
-"""Neighbouring problems whose winners are tried first, and whose outcomes guide the sampler."""
+"""Neighbouring problems whose winners are tried first."""
+HINTS = 8
+"""Neighbouring problems whose outcomes guide the sampler."""
 POLL_S = 0.5
 """Seconds between two looks at what other processes are measuring."""
 
 Sink = Callable[[Sequence[Entry], Device], None]
 """Keeps entries; raises TableError if it cannot."""
-
-
-class Listener(Protocol):
-    """Hears of a campaign's progress; the command line draws bars from it."""
-
-    def problem_started(self, problem: Problem) -> None:
-        """A problem's search begins."""
-
-    def trial_done(
-        self, problem: Problem, variant: Variant, measurement: Measurement, done: int, goal: int
-    ) -> None:
-        """A variant was measured."""
-
-    def problem_done(self, result: Result) -> None:
-        """A problem has its winner (or none)."""
-
-    def settled(self, op: str, results: Sequence[Result]) -> None:
-        """The variants that stand for all problems of an operation are chosen."""
-
-
-@dataclass(slots=True)
-class Result:
-    """The outcome of one problem.
-
-    Attributes:
-        problem: what was tuned.
-        default: its default variant.
-        outcome: everything that was measured.
-        samples: of the finals, in ms.
-        winner: of the finals.
-        entry: what the table holds; None if nothing passed.
-        table_error: why it holds nothing.
-        covers: sizes that the entry stands for, beside the problem's own.
-        loss: share by which the winner is slower than this problem's own best; of a problem that
-            was held out, by which the table's pick is.
-        held_out: it is to judge the table by, and gets no entry.
-        pick: what the table says for a problem that was held out.
-    """
-
-    problem: Problem
-    default: Variant
-    outcome: Outcome
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    winner: Winner | None = None
-    entry: Entry | None = None
-    table_error: str = ""
-    covers: Covers = field(default_factory=dict)
-    loss: float = 0.0
-    held_out: bool = False
-    pick: Match | None = None
-
-    @property
-    def baselines(self) -> dict[str, float]:
-        """Medians of the baselines in ms."""
-        return {
-            name.removeprefix("baseline:"): statistics.median(values)
-            for name, values in self.samples.items()
-            if name.startswith("baseline:") and values
-        }
 
 
 @dataclass(slots=True)
@@ -220,7 +160,7 @@ class Campaign:
     def _ask(self, active: _Active) -> bool:
         """Submit one more variant of a search; return whether there was one."""
         search = active.search
-        if self.target.now() >= active.deadline:
+        if self.target.now() >= active.deadline or self.enough(active.result):
             active.dry = True
             return False
         variant = search.next()
@@ -277,18 +217,27 @@ class Campaign:
         share = (effort.budget_s - target.now()) / max(self._left, 1)
         return _Active(search, result, target.now() + share)
 
-    def _neighbours(self, problem: Problem) -> list[Mapping[str, Measurement]]:
+    def enough(self, result: Result) -> bool:
+        """Return whether a problem's search may end before its budget does."""
+        return False
+
+    def recall(self, result: Result) -> Outcome:
+        """Return what the searches of other problems may know of this one."""
+        return result.outcome
+
+    def _neighbours(self, problem: Problem) -> list[Hint]:
         """Return what is known of the nearest other problems of this campaign."""
         others = [r for r in self.results if r.problem.op == problem.op]
         others.sort(key=lambda r: (separation(problem, r.problem), r.problem.text))
-        return [r.outcome.measurements for r in others[:NEIGHBOURS] if r.outcome.best()]
+        known = [Hint(r.problem, self.recall(r).measurements) for r in others[:HINTS]]
+        return [hint for hint in known if any(m.ok for m in hint.measurements.values())]
 
     def _neighbours_winners(self, problem: Problem) -> list[Variant]:
         """Return the winners of the nearest problems, of this campaign and of tables."""
         known = [
             (r.problem, Variant.parse(r.problem.op, best[0][0]))
             for r in self.results
-            if (best := r.outcome.best())
+            if (best := self.recall(r).best())
         ]
         known += [(other, variant) for other, variant in self._winners if other.op == problem.op]
         known = [pair for pair in known if pair[0].op == problem.op]
@@ -379,24 +328,3 @@ def _finalists(outcome: Outcome, default: Variant) -> list[Variant]:
     if default.text in best:
         chosen[default.text] = None
     return [Variant.parse(default.op, text) for text in chosen]
-
-
-def record(
-    target: Target, results: Sequence[Result], op: str, known: Recording | None = None
-) -> Recording:
-    """Return the recording of an exhaustive search's results, added to an earlier one."""
-    recording = known or Recording(
-        op,
-        target.device,
-        target.protocol,
-        target.measured,
-        target.versions,
-        target.roofs,
-        template_digest(op),
-        workers=target.spent.workers,
-    )
-    for result in results:
-        recording.problems[result.problem.text] = RecordedProblem(
-            dict(result.outcome.measurements), result.samples, result.outcome.rejected
-        )
-    return recording

@@ -11,7 +11,8 @@ from ktune.table import Matcher, Table
 from ktune.variant import Variant
 
 if TYPE_CHECKING:
-    from ktune.search.campaign import Campaign, Result
+    from ktune.search.campaign import Campaign
+from ktune.search.result import Result
 
 
 def judge(campaign: Campaign, results: Sequence[Result]) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from ktune.bench.tasks import COMPILE, COMPILER, INTERPRET, INTERPRETER
 from ktune.bench.worker import Pool, Task, WorkerError
 from ktune.problem import Problem
-from ktune.search.campaign import Result
+from ktune.search.result import Result
 from ktune.search.target import Target
 from ktune.variant import Variant
 

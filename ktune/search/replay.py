@@ -18,6 +18,15 @@ COMPILE_S, CACHED_S, CHECK_S, TIME_S = 2.5, 0.05, 0.03, 0.05
 ROUNDS = 25
 
 
+Kernel = tuple[str, str]
+"""What a compile cache goes by."""
+
+
+def kernel_of(problem: Problem, variant: Variant) -> Kernel:
+    """Return a name of a variant's kernel: problems of equal structure share it."""
+    return variant.text, str(operation(problem.op).structure(problem))
+
+
 @dataclass(order=True, slots=True)
 class _Job:
     """A variant on its way; the first that is compiled is the first to be timed."""
@@ -54,7 +63,7 @@ class ReplayTarget:
         self._jobs: list[_Job] = []
         self._number = 0
         self._now = self._timer_free = 0.0
-        self._compiled: set[tuple[str, str]] = set()
+        self._compiled: set[Kernel] = set()
 
     def now(self) -> float:
         """Return the simulated seconds since the start."""
@@ -65,7 +74,7 @@ class ReplayTarget:
         outcome = self._outcome(problem, variant)
         start = max(heapq.heappop(self._free), self._now)
         seconds = COMPILE_S if outcome.compile_s is None else outcome.compile_s
-        kernel = (variant.text, str(operation(problem.op).structure(problem)))
+        kernel = kernel_of(problem, variant)
         if kernel in self._compiled:
             seconds = min(seconds, CACHED_S)
         self._compiled.add(kernel)

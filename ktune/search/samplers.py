@@ -7,54 +7,23 @@ the nearest legal variant that is new.
 
 from __future__ import annotations
 
-import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import optuna
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
-from ktune.bench.measurement import Measurement
 from ktune.errors import UsageError
 from ktune.search.effort import AUTO, SAMPLERS
+from ktune.search.sight import Sight, log_time
+from ktune.search.transfer import Transfer
 from ktune.space import distance
 from ktune.variant import Variant
 
-
-@dataclass(slots=True)
-class Sight:
-    """What a chooser sees of one problem's search.
-
-    Attributes:
-        legal: every legal variant by text, in file order.
-        seen: outcomes so far.
-        pending: texts of variants being measured, here or elsewhere.
-        hints: outcomes of neighbouring problems, the nearest first.
-    """
-
-    legal: Mapping[str, Variant]
-    seen: dict[str, Measurement]
-    pending: AbstractSet[str]
-    hints: Sequence[Mapping[str, Measurement]] = field(default_factory=list)
-
-    def is_new(self, text: str) -> bool:
-        """Return whether a variant is neither measured nor being measured."""
-        return text not in self.seen and text not in self.pending
-
-    def unseen(self) -> Iterator[Variant]:
-        """Yield the legal variants that are new, in file order."""
-        return (variant for text, variant in self.legal.items() if self.is_new(text))
-
-
 FloatArray = npt.NDArray[np.float64]
-
-WORST = math.log(3.0)
-"""The log time, over the best, that a variant three times as slow or without a time counts for."""
 
 Chooser = Callable[[Sight], Variant | None]
 """Picks a new variant; None when there is none."""
@@ -137,77 +106,8 @@ class HillClimb:
 
     def _centres(self, sight: Sight) -> list[str]:
         """Return the right variants, fastest first."""
-        right = [(_log_time(m), text) for text, m in sight.seen.items() if m.ok]
+        right = [(log_time(m), text) for text, m in sight.seen.items() if m.ok]
         return [text for _, text in sorted(right) if text in sight.legal]
-
-
-class Transfer:
-    """What neighbouring problems liked, corrected by what this one says.
-
-    Each new variant's log time is predicted: first from the neighbours, whose own best is taken
-    as the unit; then the differences between this problem's outcomes and that prediction are
-    spread to similar variants, weighted by a Laplace kernel of ``space.distance``
-    (Nadaraya-Watson with a prior). The pick is the lowest prediction less a bonus for being far
-    from all that was measured.
-
-    Args:
-        seed: of ties.
-        width: distance over which two variants resemble each other.
-        curiosity: the bonus, in units of log time, of a variant that resembles nothing measured.
-    """
-
-    def __init__(self, seed: int, width: float = 2.0, curiosity: float = 0.1) -> None:
-        self._random, self._width, self._curiosity = random.Random(seed), width, curiosity
-        self._map: Map | None = None
-        self._prior: FloatArray | None = None
-
-    def __call__(self, sight: Sight) -> Variant | None:
-        """Pick the variant whose predicted time, less the bonus, is least."""
-        if self._map is None:
-            self._map = Map(list(sight.legal.values()))
-            self._prior = self._from(sight.hints)
-        assert self._prior is not None
-        texts = list(sight.legal)
-        new = np.fromiter((sight.is_new(text) for text in texts), bool, len(texts))
-        if not new.any():
-            return None
-        guess, trust = self._correct(self._prior, sight.seen, sight.pending)
-        score = guess - self._curiosity / np.sqrt(1.0 + trust)
-        score += 1e-9 * np.array([self._random.random() for _ in texts])
-        return self._map.variants[int(np.argmin(np.where(new, score, np.inf)))]
-
-    def _from(self, hints: Sequence[Mapping[str, Measurement]]) -> FloatArray:
-        """Return the log times that the neighbours predict, nearer ones counting more."""
-        assert self._map is not None
-        flat = np.zeros(len(self._map.variants))
-        total, weights = flat.copy(), np.full_like(flat, 1e-9)
-        for rank, outcomes in enumerate(hints):
-            guess, trust = self._correct(flat, outcomes, ())
-            weight = np.minimum(trust, 1.0) / (1.0 + rank)
-            total, weights = total + weight * guess, weights + weight
-        return total / weights
-
-    def _correct(
-        self,
-        prior: FloatArray,
-        outcomes: Mapping[str, Measurement],
-        pending: AbstractSet[str] | tuple[()],
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return predicted log times, and how much was measured near each variant."""
-        assert self._map is not None
-        places = self._map.places
-        known = [(places[t], _log_time(m)) for t, m in outcomes.items() if t in places]
-        best = min((value for _, value in known), default=0.0)
-        error = np.zeros(len(prior))
-        trust = np.zeros(len(prior))
-        for place, value in known:
-            near = np.exp(-self._map.row(place) / self._width)
-            error += near * (min(value - best, WORST) - prior[place])
-            trust += near
-        for text in pending:
-            if text in places:
-                trust += np.exp(-self._map.row(places[text]) / self._width)
-        return prior + error / (0.1 + trust), trust
 
 
 class Map:
@@ -225,8 +125,3 @@ class Map:
             apart = [distance(values, other.values) for other in self.variants]
             self._rows[place] = np.array(apart)
         return self._rows[place]
-
-
-def _log_time(measurement: Measurement) -> float:
-    """Return the logarithm of a time; infinite for a variant that has none."""
-    return math.log(measurement.latency_ms) if measurement.latency_ms else math.inf

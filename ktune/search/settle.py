@@ -22,7 +22,8 @@ from ktune.search.winner import as_winner, beats
 from ktune.variant import Variant
 
 if TYPE_CHECKING:
-    from ktune.search.campaign import Campaign, Result
+    from ktune.search.campaign import Campaign
+from ktune.search.result import Result
 
 
 def settle(campaign: Campaign, results: Sequence[Result]) -> list[Result]:

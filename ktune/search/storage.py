@@ -229,6 +229,8 @@ def quiet_optuna() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             warnings.filterwarnings("ignore", "Heartbeat of storage")  # class Heartbeat beats
+            # An infeasible trial's value is infinite; GPSampler takes it for the worst seen.
+            warnings.filterwarnings("ignore", "Clip non-finite values")
             yield
     finally:
         optuna.logging.set_verbosity(before)

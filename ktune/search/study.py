@@ -9,7 +9,7 @@ count against the budget, each variant once, whoever made them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import optuna
 from optuna.storages import BaseStorage
@@ -22,12 +22,18 @@ from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
 from ktune.search.ground import Ground, Outcome
 from ktune.search.parameters import Axes
-from ktune.search.samplers import Sight, make_chooser, make_sampler
+from ktune.search.samplers import make_chooser, make_sampler
+from ktune.search.sight import Hint, Sight
 from ktune.search.storage import Heartbeat, is_shared
 from ktune.search.target import Target
 from ktune.space import distance
 from ktune.variant import Variant
 
+FEASIBLE = "has a time"
+"""Optuna's name of the constraint that a variant is legal and has a time: broken above 0.
+
+GPSampler wants it of every trial; other samplers take its absence for a constraint that holds.
+"""
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
 
 
@@ -56,19 +62,20 @@ class ProblemSearch:
     ) -> None:
         self.ground = ground
         self._problem, self._legal = ground.problem, ground.legal
-        self._axes = Axes(ground.space, ground.problem, ground.device, static=sampler == "gp")
+        self._static = sampler == "gp"
+        self._axes = Axes(ground.space, ground.problem, ground.device, self._static)
         self._shared = is_shared(storage)
         self._heartbeat = heartbeat or Heartbeat(storage)
         self._pending: dict[str, Trial] = {}
         self._elsewhere: set[str] = set()
         self._goal = 0
-        self._hints: Sequence[Mapping[str, Measurement]] = ()
+        self._hints: Sequence[Hint] = ()
         self._chooser = make_chooser(sampler, seed)
         self.outcome = Outcome(legal=len(ground.legal), rejected=dict(ground.rejected))
         try:
             self._study = optuna.create_study(
                 storage=storage,
-                study_name=study_name(ground.space, ground.problem, target),
+                study_name=study_name(ground.space, ground.problem, target, self._static),
                 sampler=make_sampler(sampler, seed),
                 load_if_exists=True,
             )
@@ -109,7 +116,7 @@ class ProblemSearch:
         self,
         trials: int,
         first: Iterable[Variant] = (),
-        hints: Sequence[Mapping[str, Measurement]] = (),
+        hints: Sequence[Hint] = (),
     ) -> None:
         """Set the budget, and queue what comes before the sampler's own choice.
 
@@ -184,7 +191,7 @@ class ProblemSearch:
 
     def _sight(self) -> Sight:
         pending = self._pending.keys() | self._elsewhere
-        return Sight(self._legal, self.outcome.measurements, pending, self._hints)
+        return Sight(self._problem, self._legal, self.outcome.measurements, pending, self._hints)
 
     def _enqueue(self, variant: Variant) -> None:
         """Queue a trial with exactly this variant's parameters."""
@@ -225,7 +232,8 @@ class ProblemSearch:
         """Tell a trial whose answer needs no measuring; return why, or None if it does."""
         text, known = variant.text, self.outcome.measurements
         if text not in self._legal:
-            self._tell_infeasible(trial, "illegal")
+            trial.set_user_attr("illegal", True)
+            self._tell_infeasible(trial)
             return "illegal"
         if text in known:
             trial.set_user_attr("repeat", True)
@@ -271,13 +279,15 @@ class ProblemSearch:
         if keep:
             trial.set_user_attr("measurement", measurement.to_dict())
         if measurement.latency_ms is None:
-            self._tell_infeasible(trial, measurement.status)
+            self._tell_infeasible(trial)
         else:
+            if self._static:
+                trial.set_constraint(FEASIBLE, 0.0)
             self._study.tell(trial, measurement.latency_ms)
 
-    def _tell_infeasible(self, trial: Trial, why: str) -> None:
+    def _tell_infeasible(self, trial: Trial) -> None:
         """Tell a variant without a time in a way that the sampler learns from."""
-        trial.set_constraint(why, 1.0)
+        trial.set_constraint(FEASIBLE, 1.0)
         self._study.tell(trial, math.inf)
 
     def _key_or_none(self, variant: Variant) -> str | None:
@@ -324,6 +334,7 @@ class ProblemSearch:
                         params=self._axes.encode(variant),
                         distributions=self._axes.distributions(variant),
                         value=measurement.latency_ms,
+                        constraints={FEASIBLE: 0.0} if self._static else None,
                         user_attrs={"borrowed": text, "measurement": measurement.to_dict()},
                     )
                 )
