@@ -94,7 +94,7 @@ def replay(
     settings = _settings(compilers, no_seeds, shuffle, trials, budget_s)
     for name in names:
         if FEWER_SEEDS.get(name, seeds) < seeds:
-            note(f"{name}: seeds 0 to {FEWER_SEEDS[name] - 1} only")
+            note(f"{name}: {FEWER_SEEDS[name]} of {seeds} seeds")
     found = try_samplers(papers, settings, names, seeds, jobs or all_cores(), _progress())
     for each in found:
         _warn(each)

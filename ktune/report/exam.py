@@ -35,6 +35,9 @@ from ktune.variant import Variant
 
 SHARE = 0.10
 """Of a problem's legal space, after which regret is reported: what ``--effort quick`` measures."""
+SLOW = frozenset({"gp"})
+"""Samplers that think for most of a second; an open exam ends at ``MOST`` of the legal space."""
+MOST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class _Exam(Campaign):
         storage = open_storage(MEMORY)
         super().__init__(target, storage, lambda *_: None, effort, self, finals=False)
         self._desk, self._open, self._clock = desk, setting.open, target
+        self._most = MOST if effort.sampler in SLOW else 1.0
         self._started: dict[str, float] = {}
         self.grounds = desk.grounds
         self.paths: dict[str, Path] = {}
@@ -169,7 +173,9 @@ class _Exam(Campaign):
     def enough(self, result: Result) -> bool:
         """Return whether the path cannot change any more, and what is asked is known."""
         path = self.paths[result.problem.text]
-        return self._open and len(path.regrets) >= path.tenth and path.regrets[-1] <= 0
+        if not self._open or len(path.regrets) < path.tenth:
+            return False
+        return path.regrets[-1] <= 0 or len(path.regrets) >= self._most * path.legal
 
     def recall(self, result: Result) -> Outcome:
         """Return what was known of a problem after a tenth."""
