@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,7 +105,7 @@ def replay(
     if output is not None:
         _write(output, document)
     if plot is not None:
-        plot_samplers(found, plot)
+        plot_samplers(document["operations"], plot)
         note(f"drawn to {plot}")
 
 
@@ -222,12 +221,11 @@ def _counts(spread: Spread) -> list[str]:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     from ktune.files import write_atomically
-    from ktune.report.samplers import KIND, SCHEMA
+    from ktune.report.samplers import document_text
 
-    whole = {"schema": SCHEMA, "kind": KIND, **document}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(whole, indent=None, allow_nan=False) + "\n")
+        write_atomically(path, document_text(document["operations"]))
     except OSError as error:
         raise KtuneError(f"cannot write {path}: {error.strerror}") from error
     note(f"written to {path}")

@@ -68,7 +68,8 @@ class Setting:
     @property
     def title(self) -> str:
         """The setting in words."""
-        workers = "one compile worker" if self.compilers == 1 else f"{self.compilers} workers"
+        count = self.compilers
+        workers = "one compile worker" if count == 1 else f"{count} compile workers"
         words = [workers, "with the YAML's seeds" if self.seeded else "without the YAML's seeds"]
         words += ["problems shuffled"] if self.shuffled else []
         words += [f"{self.trials} trials"] if self.trials is not None else []

@@ -13,6 +13,7 @@ recordings too; its docstring says how. Neither is a promise for another device 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -155,6 +156,7 @@ class Score:
         """Return the fields as JSON values."""
         return {
             "sampler": self.sampler,
+            "setting": self.setting.title,
             "compilers": self.setting.compilers,
             "yaml_seeds": self.setting.seeded,
             "shuffled": self.setting.shuffled,
@@ -357,6 +359,17 @@ def _evaluations(path: Path) -> float:
 def _seconds(path: Path) -> float:
     count = path.until(NEAR)
     return math.inf if count is None else path.seconds[count - 1]
+
+
+def document_text(operations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the file of ``Trials.to_dict()`` of each operation: JSON, one score a line."""
+    blocks = []
+    for operation in operations:
+        head = {key: value for key, value in operation.items() if key != "scores"}
+        scores = ",\n".join(json.dumps(each, allow_nan=False) for each in operation["scores"])
+        blocks.append(f'{json.dumps(head)[:-1]}, "scores": [\n{scores}\n]}}')
+    joined = ",\n".join(blocks)
+    return f'{{"schema": {SCHEMA}, "kind": "{KIND}", "operations": [\n{joined}\n]}}\n'
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
