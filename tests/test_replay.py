@@ -155,7 +155,7 @@ def test_a_search_costs_little_more_than_optuna_does(twins, sampler):
         paths = twins.sit(Setting(trials=40), sampler, seed).paths
         own = (time.process_time() - started) / sum(len(path.regrets) for path in paths)
         ratios.append(own / optunas_own_seconds())
-    assert min(ratios) < 25, ratios
+    assert min(ratios) < 8, ratios  # measured: 2.5 for auto, 1.6 to 1.8 for others
 
 
 def optunas_own_seconds() -> float:
