@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ def replay(
     settings = _settings(compilers, no_seeds, shuffle, trials, budget_s)
     for name in names:
         if FEWER_SEEDS.get(name, seeds) < seeds:
-            note(f"{name}: seeds 0 to {FEWER_SEEDS[name] - 1} only")
+            note(f"{name}: {FEWER_SEEDS[name]} of {seeds} seeds")
     found = try_samplers(papers, settings, names, seeds, jobs or all_cores(), _progress())
     for each in found:
         _warn(each)
@@ -106,7 +105,7 @@ def replay(
     if output is not None:
         _write(output, document)
     if plot is not None:
-        plot_samplers(found, plot)
+        plot_samplers(document["operations"], plot)
         note(f"drawn to {plot}")
 
 
@@ -222,12 +221,11 @@ def _counts(spread: Spread) -> list[str]:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     from ktune.files import write_atomically
-    from ktune.report.samplers import KIND, SCHEMA
+    from ktune.report.samplers import document_text
 
-    whole = {"schema": SCHEMA, "kind": KIND, **document}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(whole, indent=None, allow_nan=False) + "\n")
+        write_atomically(path, document_text(document["operations"]))
     except OSError as error:
         raise KtuneError(f"cannot write {path}: {error.strerror}") from error
     note(f"written to {path}")

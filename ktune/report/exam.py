@@ -36,6 +36,9 @@ from ktune.variant import Variant
 
 SHARE = 0.10
 """Of a problem's legal space, after which regret is reported: what ``--effort quick`` measures."""
+SLOW = frozenset({"gp"})
+"""Samplers that think for most of a second; an open exam ends at ``MOST`` of the legal space."""
+MOST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class Setting:
     @property
     def title(self) -> str:
         """The setting in words."""
-        workers = "one compile worker" if self.compilers == 1 else f"{self.compilers} workers"
+        count = self.compilers
+        workers = "one compile worker" if count == 1 else f"{count} compile workers"
         words = [workers, "with the YAML's seeds" if self.seeded else "without the YAML's seeds"]
         words += ["problems shuffled"] if self.shuffled else []
         words += [f"{self.trials} trials"] if self.trials is not None else []
@@ -145,6 +149,7 @@ class _Exam(Campaign):
         storage = open_storage(MEMORY)
         super().__init__(target, storage, lambda *_: None, effort, self, finals=False)
         self._desk, self._open, self._clock = desk, setting.open, target
+        self._most = MOST if effort.sampler in SLOW else 1.0
         self._started: dict[str, float] = {}
         self.grounds = desk.grounds
         self.paths: dict[str, Path] = {}
@@ -173,7 +178,9 @@ class _Exam(Campaign):
     def enough(self, result: Result) -> bool:
         """Return whether the path cannot change any more, and what is asked is known."""
         path = self.paths[result.problem.text]
-        return self._open and len(path.regrets) >= path.tenth and path.regrets[-1] <= 0
+        if not self._open or len(path.regrets) < path.tenth:
+            return False
+        return path.regrets[-1] <= 0 or len(path.regrets) >= self._most * path.legal
 
     def recall(self, result: Result) -> Outcome:
         """Return what was known of a problem after a tenth."""

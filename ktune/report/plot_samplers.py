@@ -11,58 +11,66 @@ from ktune.report.plot import new_figure, require_matplotlib, save_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ktune.report.samplers import Curve, Score, Trials
-
+Document = Mapping[str, Any]
+SHARES, SECONDS = "by_share", "by_seconds"
 LEAST, MOST = 0.1, 200.0
 """Regrets in percent between which curves are drawn; less counts as ``LEAST``."""
 
 
-def plot_samplers(trials: Sequence[Trials], path: Path) -> None:
-    """Draw a line of charts an operation: regret over evaluations, and over seconds.
+def plot_samplers(operations: Sequence[Document], path: Path) -> None:
+    """Draw regret over evaluations in each setting, and over seconds in the last.
 
     A line is a sampler's median over problems and seeds, and its band reaches up to the 95th
-    percentile. Evaluations are of the first setting, seconds of the last.
+    percentile. There is a row of charts for each operation.
 
     Args:
-        trials: of each operation.
+        operations: ``Trials.to_dict()`` of each operation.
         path: the file to write; its suffix names the format.
     """
     require_matplotlib(path)
-    figure = new_figure(12.0, 4.2 * len(trials))
-    charts = figure.subplots(len(trials), 2, squeeze=False)
-    names = list(dict.fromkeys(score.sampler for each in trials for score in each.scores))
-    colours = {name: f"C{place}" for place, name in enumerate(names)}
-    for (left, right), each in zip(charts, trials, strict=True):
-        where = f"{each.paper.op}: {each.device}, recorded {each.measured}, replayed"
-        first, last = each.settings[0], each.settings[-1]
-        shares = {score: score.by_share for score in each.of(first)}
-        _draw(left, shares, colours, 100.0, f"{where}\n{first.title}")
-        left.set_xlabel("share of the legal space evaluated, %")
-        left.set_xlim(1, 50)
-        left.axvline(10, color="grey", linewidth=0.5)
-        seconds = {score: score.by_seconds for score in each.of(last)}
-        _draw(right, seconds, colours, 1.0, f"{where}\n{last.title}")
-        right.set_xlabel("simulated seconds since a problem's start")
-        right.set_xscale("log")
+    drawn = [(setting, SHARES) for setting in _settings(operations[0])]
+    drawn = [*(drawn[:-1] or drawn), (drawn[-1][0], SECONDS)]
+    figure = new_figure(5.0 * len(drawn), 3.8 * len(operations))
+    charts = figure.subplots(len(operations), len(drawn), squeeze=False, sharey=True)
+    for row, operation in zip(charts, operations, strict=True):
+        for chart, (setting, kind) in zip(row, drawn, strict=True):
+            scores = [s for s in operation["scores"] if _setting(s) == setting]
+            _draw(chart, scores, kind)
+            title = f"{operation['op']}, {operation['device']}: replayed\n{setting}"
+            chart.set_title(title, fontsize=8)
+        row[0].set_ylabel("regret, %: median (line) to 95th percentile (dots)", fontsize=8)
     charts[0][0].legend(fontsize=8)
     save_figure(figure, path)
 
 
-def _draw(
-    chart: Axes, curves: Mapping[Score, Curve], colours: Mapping[str, str], unit: float, title: str
-) -> None:
-    for score, curve in curves.items():
-        at = [unit * place for place in curve.at]
-        median, high = _percent(curve.median), _percent(curve.p95)
-        colour: dict[str, Any] = {"color": colours[score.sampler]}
-        chart.plot(at, median, label=score.sampler, linewidth=1.6, **colour)
-        chart.fill_between(at, median, high, alpha=0.08, linewidth=0, **colour)
-        chart.plot(at, high, linewidth=0.8, linestyle=":", **colour)
+def _settings(operation: Document) -> list[str]:
+    return list(dict.fromkeys(_setting(score) for score in operation["scores"]))
+
+
+def _setting(score: Document) -> str:
+    return str(score["setting"])
+
+
+def _draw(chart: Axes, scores: Sequence[Document], kind: str) -> None:
+    unit = 100.0 if kind == SHARES else 1.0
+    for place, score in enumerate(scores):
+        curve, colour = score[kind], f"C{place}"
+        at = [unit * point for point in curve["at"]]
+        median, high = _percent(curve["median"]), _percent(curve["p95"])
+        chart.plot(at, median, label=score["sampler"], linewidth=1.6, color=colour)
+        chart.fill_between(at, median, high, alpha=0.08, linewidth=0, color=colour)
+        chart.plot(at, high, linewidth=0.8, linestyle=":", color=colour)
     chart.set_yscale("log")
     chart.set_ylim(LEAST, MOST)
     chart.axhline(2, color="grey", linewidth=0.5)
-    chart.set_ylabel("regret, %: median (line) to 95th percentile (dots)")
-    chart.set_title(title, fontsize=8)
+    if kind == SHARES:
+        chart.axvline(10, color="grey", linewidth=0.5)
+        chart.set_xlim(1, 50)
+        chart.set_xlabel("share of the legal space evaluated, %", fontsize=8)
+    else:
+        chart.set_xscale("log")
+        chart.set_xlim(1, 64)
+        chart.set_xlabel("simulated seconds since a problem's start", fontsize=8)
 
 
 def _percent(regrets: Sequence[float | None]) -> list[float]:

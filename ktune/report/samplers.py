@@ -13,6 +13,7 @@ recordings too; its docstring says how. Neither is a promise for another device 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -22,14 +23,14 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-from ktune.report.exam import SHARE, Paper, Path, Setting, Sitting, desk, sit
+from ktune.report.exam import SHARE, SLOW, Paper, Path, Setting, Sitting, desk, sit
 
 SCHEMA = 1
 KIND = "ktune-samplers"
 NEAR = 0.02
 """The regret that counts as found."""
-FEWER_SEEDS = {"grid": 1, "gp": 3}
-"""Most seeds of a sampler: grid has no randomness, gp takes some 100 times as long as others."""
+FEWER_SEEDS = {"grid": 1, "gp": 1}
+"""Most seeds of a sampler: grid has no randomness, gp takes hundreds of times as long as others."""
 SHARES = tuple(n / 100 for n in (*range(1, 21), *range(22, 42, 2), *range(45, 105, 5)))
 SECONDS = tuple(round(0.5 * 2 ** (n / 4), 3) for n in range(41))
 """Where the curves have points: shares of the legal space, and simulated seconds."""
@@ -155,6 +156,7 @@ class Score:
         """Return the fields as JSON values."""
         return {
             "sampler": self.sampler,
+            "setting": self.setting.title,
             "compilers": self.setting.compilers,
             "yaml_seeds": self.setting.seeded,
             "shuffled": self.setting.shuffled,
@@ -241,16 +243,20 @@ def try_samplers(
         for sampler in samplers
         for seed in range(min(seeds, FEWER_SEEDS.get(sampler, seeds)))
     ]
+    work.sort(key=lambda task: task[2] not in SLOW)  # the longest first, to end together
     found: dict[tuple[Paper, Setting, str], list[Sitting]] = {}
     for done, (task, sitting) in enumerate(_sittings(work, jobs), 1):
         found.setdefault(task[:3], []).append(sitting)
         say(f"{done} of {len(work)} searches")
     trials = [_trials(paper) for paper in papers]
     for each in trials:
-        own = {key: sittings for key, sittings in found.items() if key[0] == each.paper}
-        each.scores = [_score(key[2], key[1], sittings) for key, sittings in own.items()]
-        each.cost = {name: _cost([s for key, s in own.items() if key[2] == name])
-                     for name in samplers}  # fmt: skip
+        for setting in settings:
+            each.scores += [_score(name, setting, found[each.paper, setting, name])
+                            for name in samplers]  # fmt: skip
+        each.cost = {
+            name: _cost([found[each.paper, setting, name] for setting in settings])
+            for name in samplers
+        }
     return trials
 
 
@@ -353,6 +359,17 @@ def _evaluations(path: Path) -> float:
 def _seconds(path: Path) -> float:
     count = path.until(NEAR)
     return math.inf if count is None else path.seconds[count - 1]
+
+
+def document_text(operations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the file of ``Trials.to_dict()`` of each operation: JSON, one score a line."""
+    blocks = []
+    for operation in operations:
+        head = {key: value for key, value in operation.items() if key != "scores"}
+        scores = ",\n".join(json.dumps(each, allow_nan=False) for each in operation["scores"])
+        blocks.append(f'{json.dumps(head)[:-1]}, "scores": [\n{scores}\n]}}')
+    joined = ",\n".join(blocks)
+    return f'{{"schema": {SCHEMA}, "kind": "{KIND}", "operations": [\n{joined}\n]}}\n'
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

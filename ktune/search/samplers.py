@@ -56,7 +56,9 @@ def make_sampler(name: str, seed: int) -> BaseSampler:
             try:
                 return GPSampler(seed=seed)
             except ImportError as error:
-                raise UsageError("--sampler gp needs SciPy: pip install scipy") from error
+                raise UsageError(
+                    "--sampler gp needs SciPy: pip install 'ktune-kernels[gp]'"
+                ) from error
         return RandomSampler(seed=seed)
 
 
