@@ -22,7 +22,7 @@ from ktune.search.effort import Effort
 from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
 from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.storage import Heartbeat, quiet_optuna
+from ktune.search.storage import Heartbeat, PatientStorage, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
@@ -116,6 +116,7 @@ class Campaign:
         winners: of other problems, known before; the nearest are tried first.
         finals: whether to end each search with finals and an entry; a helper of another
             process's campaign does not.
+        stop: asked again and again; once it says yes, nothing more is begun.
     """
 
     def __init__(
@@ -127,10 +128,11 @@ class Campaign:
         listener: Listener,
         winners: Sequence[tuple[Problem, Variant]] = (),
         finals: bool = True,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._target, self._storage, self._sink = target, storage, sink
         self._effort, self._listener = effort, listener
-        self._winners, self._finals = list(winners), finals
+        self._winners, self._finals, self._stop = list(winners), finals, stop
         self._heartbeat = Heartbeat(storage)
         with quiet_optuna():
             self._failures = Failures(storage, target)
@@ -148,6 +150,8 @@ class Campaign:
             self._archive = Archive(self._storage)
             try:
                 while todo or active:
+                    if todo and self._stop():
+                        todo.clear()
                     self._fill(active, todo)
                     if self._flight:
                         self._take(active)
@@ -156,6 +160,9 @@ class Campaign:
                         yield self._conclude(done)
                     if active and not self._flight and all(a.dry for a in active):
                         time.sleep(POLL_S)  # other processes are at it
+            except (KeyboardInterrupt, GeneratorExit):
+                self._give_back(active)
+                raise
             finally:
                 self._heartbeat.close()
 
@@ -171,7 +178,8 @@ class Campaign:
     def _ask(self, active: _Active) -> bool:
         """Submit one more variant of a search; return whether there was one."""
         search = active.search
-        if self._target.now() >= active.deadline:
+        if self._target.now() >= active.deadline or self._stop():
+            search.stop()
             active.dry = True
             return False
         variant = search.next()
@@ -201,9 +209,17 @@ class Campaign:
     def _is_over(self, active: _Active) -> bool:
         return active.dry and not active.search.pending and active.search.settled()
 
+    def _give_back(self, active: list[_Active]) -> None:
+        """Leave what is under way to other processes, if there can be any."""
+        if isinstance(self._storage, PatientStorage):
+            self._storage.patience_s = 1.0
+            for each in active:
+                each.search.give_back()
+
     def _start(self, space: Space, problem: Problem) -> _Active:
         self._listener.problem_started(problem)
         target, effort = self._target, self._effort
+        self._failures.refresh()
         if problem.text not in self.grounds:
             self.grounds[problem.text] = Ground.of(space, problem, target.device)
         ground = self.grounds[problem.text]
