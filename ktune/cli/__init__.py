@@ -21,6 +21,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "search": "Find the fastest right variant of each problem; fills the table.",
+    "worker": "Help searches of other machines, through a shared storage.",
     "compare": "Compare rescale strategies: time, rescales, error.",
     "render": "Print the Python module of a variant.",
     "check": "Validate search spaces and templates.",

@@ -1,0 +1,277 @@
+"""Many processes search in one PostgreSQL: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+
+import optuna
+import pytest
+from click.testing import CliRunner
+from fleet_process import Ktune, lines, wait_for_lines
+from optuna.trial import TrialState
+from postgres import PASSWORD, Server, have_or_skip
+from test_cli import OTHER, SMALL, make_recording
+
+from ktune.cli import cli
+from ktune.device import Device
+from ktune.search.recording import read_recording
+from ktune.search.storage import open_storage, quiet_optuna
+
+BOTH = ("--problems", SMALL, "--problems", OTHER)
+A100 = Device("NVIDIA A100", "cuda", "sm_80", 108, 166_912, 40 << 20, 40)
+
+
+@pytest.fixture(scope="module")
+def server():
+    have_or_skip()
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def url(server, request, monkeypatch) -> str:
+    monkeypatch.setenv("KTUNE_HEARTBEAT_S", "1")
+    return server.create(request.node.name[:60])
+
+
+@pytest.fixture
+def recording(tmp_path):
+    return make_recording(tmp_path / "h200.json", (SMALL, OTHER))
+
+
+@pytest.fixture
+def run(tmp_path, recording, url):
+    """Start ``ktune search`` or ``ktune worker`` on the recording; all are killed at the end."""
+    started = []
+
+    def start(name, *words, target=recording, pause_s=0.05, storage=url, **environment):
+        given = ["--target", target, "--storage", storage, *words]
+        command = ["worker", *given]
+        if name.startswith("search"):
+            command = ["search", "softmax", *given, "--no-proof", *BOTH]
+        started.append(Ktune(tmp_path, name, command, pause_s, **environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.__exit__()
+
+
+def studies(url):
+    with quiet_optuna():
+        storage = open_storage(url)
+        return [
+            optuna.load_study(study_name=name, storage=storage)
+            for name in optuna.get_all_study_names(storage)
+        ]
+
+
+def searched(url):
+    return [study for study in studies(url) if not study.study_name.startswith("campaign ")]
+
+
+def check(url, recordings=(), exhaustive=True):
+    """Every trial has ended, and each variant has exactly one measurement."""
+    states = [t.state for s in studies(url) for t in s.get_trials(deepcopy=False)]
+    assert all(state.is_finished() for state in states), Counter(states)
+    expected = {
+        f"{problem} | {recorded.device.key} |": seen.outcomes
+        for recorded in map(read_recording, recordings)
+        for problem, seen in recorded.problems.items()
+    }
+    found = searched(url)
+    assert len(found) == len(expected)
+    for study in found:
+        (outcomes,) = [v for name, v in expected.items() if study.study_name.startswith(name)]
+        kept = [
+            trial
+            for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            if "measurement" in trial.user_attrs
+        ]
+        counts = Counter(trial.user_attrs["variant"] for trial in kept)
+        assert set(counts.values()) == {1}
+        assert not exhaustive or counts.keys() == outcomes.keys()
+        for trial in kept:
+            outcome = outcomes[trial.user_attrs["variant"]]
+            assert trial.user_attrs["measurement"] == outcome.to_dict()
+
+
+def alone(recording, tmp_path, *words):
+    """Return the table that a single process writes, with no storage."""
+    table = tmp_path / "alone.json"
+    given = ["--target", recording, "--storage", "memory", "--table", table, "--no-proof", *BOTH]
+    result = CliRunner().invoke(cli, list(map(str, ["search", "softmax", *given, *words])))
+    assert result.exit_code == 0, result.output
+    return table.read_bytes()
+
+
+def test_two_killed_workers_and_a_killed_server_lose_nothing(run, server, url, recording, tmp_path):
+    """Exhaustive, so the table cannot depend on the order: it is that of a single process."""
+    search = run("search", "--exhaustive", pause_s=0.3)
+    workers = [run(f"worker{i}", "--once", "--wait", "60", pause_s=0.3) for i in range(3)]
+    wait_for_lines(tmp_path, 2, by="worker0")
+    workers[0].kill()
+    wait_for_lines(tmp_path, 20)
+    server.kill()
+    workers[1].kill()
+    time.sleep(1.0)
+    server.start()
+    assert search.wait() == 0, search.err
+    assert workers[2].wait() == 0, workers[2].err
+    assert "does not answer" in search.err + workers[2].err
+    check(url, [recording])
+    assert (tmp_path / "table.json").read_bytes() == alone(recording, tmp_path, "--exhaustive")
+    counts = Counter(line[:3] for line in lines(tmp_path))
+    assert sum(counts.values()) - len(counts) <= 6  # in flight at one of the three deaths
+    assert PASSWORD not in search.err + workers[2].err
+
+
+def test_unlike_devices_have_studies_of_their_own_and_one_table(run, url, recording, tmp_path):
+    other = read_recording(recording)
+    other = replace(other, device=A100)
+    other.write(tmp_path / "a100.json")
+    lead = run("worker-a100", "--once", "--wait", "60", target=tmp_path / "a100.json")
+    helper = run("worker-a100-too", "--once", "--wait", "60", target=tmp_path / "a100.json")
+    search = run("search", "--exhaustive", pause_s=0.1)
+    assert search.wait() == 0, search.err
+    assert lead.wait() == helper.wait() == 0
+    assert "leading" in lead.err + helper.err and "helping" in lead.err + helper.err
+    check(url, [recording, tmp_path / "a100.json"])
+    table = json.loads((tmp_path / "table.json").read_text())
+    h200, a100 = table["entries"][read_recording(recording).device.key], table["entries"][A100.key]
+    assert h200 == a100 and len(h200) == 2  # the same made-up times
+    assert table["devices"][A100.key]["sm_count"] == 108
+    assert f"collected 2 winners on {A100.name}" in search.err
+
+
+def test_a_search_that_measures_nothing_itself(run, url, recording, tmp_path):
+    search = run("search", "--exhaustive", "--no-local")
+    search.wait_for("waiting for workers")
+    workers = [run(f"worker{i}", "--once", "--wait", "60") for i in range(2)]
+    assert search.wait() == 0, search.err
+    assert [worker.wait() for worker in workers] == [0, 0]
+    check(url, [recording])
+    assert (tmp_path / "table.json").read_bytes() == alone(recording, tmp_path, "--exhaustive")
+
+
+def test_a_worker_that_joins_late_helps(run, url, recording, tmp_path):
+    search = run("search", "--exhaustive", pause_s=0.2)
+    wait_for_lines(tmp_path, 10)
+    worker = run("worker", "--once", pause_s=0.2)
+    assert search.wait() == 0 and worker.wait() == 0
+    assert sum(line[3] == "worker" for line in lines(tmp_path)) > 5
+    check(url, [recording])
+
+
+def test_a_killed_coordinator_is_taken_up_by_the_same_command(run, url, recording, tmp_path):
+    first = run("search-1", "--exhaustive", pause_s=0.1)
+    worker = run("worker", "--wait", "60", pause_s=0.1)
+    wait_for_lines(tmp_path, 5, by="worker")
+    first.kill()
+    second = run("search-2", "--exhaustive", pause_s=0.1)
+    assert second.wait() == 0, second.err
+    assert worker.process.is_alive()
+    check(url, [recording])
+    assert (tmp_path / "table.json").read_bytes() == alone(recording, tmp_path, "--exhaustive")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 130
+    assert lines(tmp_path) and "Traceback" not in worker.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_worker_gives_back_what_it_measures(run, url, recording, tmp_path, number):
+    search = run("search", "--exhaustive", pause_s=0.1, KTUNE_HEARTBEAT_S="30")
+    worker = run("worker", pause_s=2.0, KTUNE_HEARTBEAT_S="30")
+    worker.wait_for("helping")
+    wait_for_lines(tmp_path, 1, by="worker")
+    time.sleep(0.5)
+    worker.signal(number)
+    assert worker.wait(10) == 130
+    assert "given back" in worker.err and "Traceback" not in worker.err
+    assert search.wait(20) == 0, search.err  # long before a heartbeat is missed
+    check(url, [recording])
+
+
+def test_an_interrupted_search_pauses_its_workers(run, url, recording, tmp_path):
+    search = run("search-1", "--exhaustive", pause_s=0.1)
+    run("worker", pause_s=0.1)
+    wait_for_lines(tmp_path, 5, by="worker")
+    search.signal(signal.SIGINT)
+    assert search.wait(10) == 130
+    assert "is paused" in search.err and "run the same command again" in search.err
+    time.sleep(1.5)
+    before = len(lines(tmp_path))
+    time.sleep(0.7)
+    assert len(lines(tmp_path)) == before
+    again = run("search-2", "--exhaustive", pause_s=0.1)
+    assert again.wait() == 0
+    check(url, [recording])
+
+
+def test_three_workers_share_a_sampler_and_a_budget(run, url, recording, tmp_path):
+    words = ("--sampler", "tpe", "--trials", "24")
+    search = run("search", *words)
+    workers = [run(f"worker{i}", "--once", "--wait", "60") for i in range(2)]
+    assert search.wait() == 0, search.err
+    assert [worker.wait() for worker in workers] == [0, 0]
+    check(url, [recording], exhaustive=False)
+    counts = Counter(line[:3] for line in lines(tmp_path))
+    assert set(counts.values()) == {1} and len(counts) == 48
+    assert len({line[3] for line in lines(tmp_path)}) > 1
+
+
+def test_a_second_search_measures_nothing_again(run, url, recording, tmp_path):
+    assert run("search-1", "--trials", "12").wait() == 0
+    first = len(lines(tmp_path))
+    again = run("search-2", "--trials", "12", "--json")
+    assert again.wait() == 0
+    assert [result["new_trials"] for result in json.loads(again.out)["results"]] == [0, 0]
+    assert len(lines(tmp_path)) == first == 24
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, list(map(str, words)))
+
+
+class TestMessages:
+    def test_wrong_password(self, server, url, recording):
+        wrong = server.url("postgres", "wr0ng-word")
+        for words in (
+            ("search", "softmax", "--target", recording),
+            ("worker", "--target", recording),
+        ):
+            result = invoke(*words, "--storage", wrong)
+            assert result.exit_code == 1
+            assert "password authentication failed" in result.stderr
+            assert "wr0ng-word" not in result.output and ":***@" in result.stderr
+
+    @pytest.mark.parametrize("password", [PASSWORD, "p@ss/w:rd", "a{b}"])
+    def test_unreachable_server(self, recording, password):
+        have_or_skip()
+        url = f"postgresql://ktune:{password}@127.0.0.1:9/x"
+        began = time.monotonic()
+        result = invoke("worker", "--target", recording, "--storage", url)
+        assert result.exit_code == 1 and time.monotonic() - began < 15
+        assert "cannot open the study storage" in result.stderr
+        assert password not in result.output and "rd@" not in result.output
+
+    def test_a_storage_of_one_machine(self, recording, tmp_path):
+        file = f"sqlite:///{tmp_path}/s.sqlite3"
+        for url in (file, "memory"):
+            result = invoke("worker", "--target", recording, "--storage", url)
+            assert result.exit_code == 2 and "of one machine" in result.stderr
+        words = ("search", "softmax", "--target", recording, *BOTH, "--no-local")
+        result = invoke(*words, "--storage", file)
+        assert result.exit_code == 2 and "storage to share" in result.stderr
+
+    def test_missing_driver(self, recording, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
+        url = f"postgresql://ktune:{PASSWORD}@127.0.0.1:9/x"
+        result = invoke("worker", "--target", recording, "--storage", url)
+        assert result.exit_code == 1 and "pip install 'ktune-kernels[postgres]'" in result.stderr
+        assert PASSWORD not in result.output
