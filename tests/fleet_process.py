@@ -12,17 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
-def loaded() -> None:
-    """Import what every process needs; the fork server does it once."""
+PRELOAD = "KTUNE_TEST_PRELOAD"
+
+if os.environ.get(PRELOAD):  # in the fork server, once, for all processes
     import ktune.cli.session
     import ktune.cli.work  # noqa: F401
-
-
-if multiprocessing.current_process().name == "MainProcess" and "forkserver" in "".join(sys.argv):
-    loaded()
 
 
 def body(words, environment, pause_s, name, folder) -> None:
@@ -55,9 +54,6 @@ class Ktune:
         self.folder, self.name = folder, name
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fleet_process"])
-        path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = path  # of the fork server, once
         given = {
             "KTUNE_HEARTBEAT_S": "1",
             "KTUNE_CACHE_DIR": str(folder / "cache"),
@@ -67,10 +63,10 @@ class Ktune:
         self.process = context.Process(
             target=body, args=(list(words), given, pause_s, name, folder), daemon=True
         )
-        self.process.start()
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        with pytest.MonkeyPatch.context() as patch:  # the fork server's own
+            patch.setenv(PRELOAD, "1")
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent)]))
+            self.process.start()
 
     def __enter__(self):
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -112,8 +111,7 @@ class Server:
     def close(self) -> None:
         """End the server and remove its folder."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(timeout=30)
+            self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _connect(self, **options):

@@ -99,7 +99,8 @@ class Coordinator:
         with quiet_optuna():
             for entry in entries:
                 op = entry.problem.op
-                keep_entries(self._storage, self._spaces[op], self._targets[op], [entry])
+                if op in self._targets:
+                    keep_entries(self._storage, self._spaces[op], self._targets[op], [entry])
 
     def finish(self, sink: Sink) -> list[Entry]:
         """Wait for unlike devices, end the campaign, and put their winners into the table."""
@@ -151,11 +152,11 @@ class Coordinator:
         by_device: dict[str, tuple[Device, list[Entry]]] = {}
         for entry, device in found:
             by_device.setdefault(device.key, (device, []))[1].append(entry)
-        self._targets = {}  # what follows is not of this machine
+        self._targets = {}  # these are in the storage
         for device, entries in by_device.values():
             try:
                 sink(entries, device)
-                note(f"collected {len(entries)} winners on {device.name}")
+                note(f"collected {len(entries)} winner{'s' * (len(entries) != 1)} on {device.name}")
             except TableError as error:
                 warn(f"winners on {device.name} are not saved: {error}")
         return [entry for entry, _ in found]
