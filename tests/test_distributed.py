@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,20 @@ from fleet_process import Ktune, lines, wait_for_lines
 from optuna.trial import TrialState
 from postgres import PASSWORD, Server, have_or_skip
 from test_cli import OTHER, SMALL, make_recording
+from test_search import H200, PROBLEM, FakeTarget
 
+from ktune.bench.measurement import Measurement
 from ktune.cli import cli
 from ktune.device import Device
+from ktune.errors import UsageError
+from ktune.resources import shipped
+from ktune.search.effort import Effort
+from ktune.search.fleet import Errand, Fleet, Plan
+from ktune.search.ground import Ground
 from ktune.search.recording import read_recording
-from ktune.search.storage import open_storage, quiet_optuna
+from ktune.search.storage import MOST_RETRIES, Heartbeat, open_storage, quiet_optuna
+from ktune.search.study import ProblemSearch
+from ktune.space import load_space
 
 A100 = Device("NVIDIA A100", "cuda", "sm_80", 108, 166_912, 40 << 20, 40)
 
@@ -235,6 +245,139 @@ def test_a_second_search_measures_nothing_again(run, url, recording, tmp_path):
     assert again.wait() == 0
     assert [result["new_trials"] for result in json.loads(again.out)["results"]] == [0]
     assert len(lines(tmp_path)) == first == 12
+
+
+def test_a_budget_in_seconds_ends_a_shared_search(run, url, recording, tmp_path):
+    search = run("search", "--exhaustive", "--budget", "20s", pause_s=0.1)
+    worker = run("worker", "--once", "--wait", "60", pause_s=0.4)
+    assert search.wait() == 0, search.err
+    assert worker.wait() == 0, worker.err
+    check(url, [recording], exhaustive=False)
+    assert 0 < len(lines(tmp_path)) < 32
+
+
+class TestSearch:
+    """Two searches of one process on one problem, as two machines would hold them."""
+
+    @pytest.fixture
+    def join(self, url):
+        space, storages, searches = load_space("softmax"), [], []
+
+        def search(trials=1000, sampler="auto"):
+            storage = open_storage(url)
+            storages.append(storage)
+            ground = Ground.of(space, PROBLEM, H200)
+            made = ProblemSearch(ground, FakeTarget(), storage, sampler, seed=len(storages))
+            made.begin(trials)
+            searches.append(made)
+            return made
+
+        with quiet_optuna():
+            yield search
+        for each in searches:
+            each._heartbeat.close()
+        for storage in storages:
+            storage.remove_session()
+            storage.engine.dispose()
+
+    def test_they_never_measure_the_same(self, join):
+        one, two = join(), join()
+        asked = [search.next().text for _ in range(10) for search in (one, two)]
+        assert len(set(asked)) == 20
+
+    @pytest.mark.parametrize("sampler", ["grid", "tpe"])
+    def test_a_budget_is_of_all(self, join, sampler):
+        one, two = join(5, sampler), join(5, sampler)
+        asked = [two.next(), one.next(), two.next(), one.next(), one.next()]
+        assert all(asked) and one.next() is None and two.next() is None
+        assert not one.settled()
+
+    def test_the_outcome_of_a_trial_taken_for_dead_is_not_lost(self, join):
+        one, two = join(1), join(1)
+        variant = one.next()
+        one._heartbeat.close()  # as if the network were down
+        assert not two.settled()
+        deadline = time.monotonic() + 20
+        while not two._in_state(TrialState.WAITING):
+            assert time.monotonic() < deadline and not two.settled()
+            time.sleep(0.1)
+        one.tell(variant, Measurement("ok", 1.0, 0.1, 20))
+        assert one.next() is None and one.count == 1  # the retry has got it
+        assert two.settled() and two.outcome.measurements[variant.text].latency_ms == 1.0
+        assert two.next() is None
+
+    def test_a_variant_that_kills_all_its_workers_counts_as_crashed(self, join):
+        storage, study = None, None
+        for _ in range(1 + MOST_RETRIES):
+            search = join(1)
+            variant = search.next()
+            assert variant is not None
+            search._heartbeat.close()
+            storage, study = search._study._storage, search._study
+            (own,) = search._pending.values()
+            storage.set_trial_state_values(own, TrialState.FAIL)
+            storage.get_heartbeat_stale_trial_callback()(study, deepcopy(storage.get_trial(own)))
+        last = join(1)
+        assert last.next() is None and last.settled()
+        assert last.outcome.measurements[variant.text].status == "crashed"
+
+    def test_what_was_begun_is_given_back(self, join):
+        one, two = join(2), join(2)
+        variants = {one.next().text, one.next().text}
+        assert two.next() is None
+        one.give_back()
+        assert {two.next().text, two.next().text} == variants
+
+
+class TestJoining:
+    def test_an_operation_that_cannot_be_imported(self, run, url, recording, tmp_path):
+        text = (shipped("search_spaces") / "softmax.yaml").read_text()
+        errand = Errand("own", "own.yaml", text.replace("operation: softmax", "operation: lab:OWN"),
+                        ("own m=1",), "x")  # fmt: skip
+        refused = self.refusal(run, url, Plan("replay", Effort(), (errand,)))
+        assert "cannot import operation 'lab:OWN'" in refused and "PYTHONPATH" in refused
+
+    def test_other_templates(self, run, url, recording):
+        text = (shipped("search_spaces") / "softmax.yaml").read_text()
+        errand = Errand("softmax", "softmax.yaml", text, (PROBLEM.text,), "others")
+        refused = self.refusal(run, url, Plan("replay", Effort(), (errand,)))
+        assert "templates of softmax differ" in refused
+
+    def test_live_and_replayed_times_are_never_mixed(self, run, url, recording):
+        assert "wants live times" in self.refusal(run, url, Plan("live", Effort(), ()))
+
+    def refusal(self, run, url, plan):
+        """Return what a worker says of a campaign that it cannot join."""
+        with quiet_optuna():
+            storage = open_storage(url)
+            heartbeat = Heartbeat(storage)
+            Fleet.publish(storage, plan, {}, heartbeat)
+            heartbeat.close()
+            storage.engine.dispose()
+        worker = run("worker", "--once")
+        assert worker.wait() == 1
+        return worker.err
+
+    def test_a_plan_reads_back(self):
+        errand = Errand("softmax", "softmax.yaml", "text", ("a", "b"), "x")
+        plan = Plan("live", Effort(trials=3), (errand,))
+        assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+        with pytest.raises(UsageError, match="another version"):
+            Plan.from_dict({**plan.to_dict(), "effort": {"budget_s": None, "new": 1}})
+
+    def test_other_versions(self, url):
+        with quiet_optuna():
+            storage = open_storage(url)
+            target, other = FakeTarget(), FakeTarget()
+            target.versions, other.versions = {"triton": "3.6.0"}, {"triton": "3.7.0"}
+            heartbeat = Heartbeat(storage)
+            plan = Plan("live", Effort(), ())
+            fleet = Fleet.publish(storage, plan, {"softmax": target}, heartbeat)
+            fleet.check_versions("softmax", target)
+            with pytest.raises(UsageError, match=r"triton 3\.6\.0, and .* has triton 3\.7\.0"):
+                fleet.check_versions("softmax", other)
+            heartbeat.close()
+            storage.engine.dispose()
 
 
 def invoke(*words):
