@@ -33,6 +33,15 @@ COMMANDS = {
 }
 
 
+_told_to_stop = False
+
+
+def check_interrupt() -> None:
+    """Raise KeyboardInterrupt if it was raised before and got lost in a garbage collection."""
+    if _told_to_stop:
+        raise KeyboardInterrupt
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors are short."""
 
@@ -102,6 +111,8 @@ def main() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Ask the command to stop; leave at once if asked again."""
+    global _told_to_stop
+    _told_to_stop = True
     for again in (signal.SIGINT, signal.SIGTERM):
         signal.signal(again, _leave)
     raise KeyboardInterrupt

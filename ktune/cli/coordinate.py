@@ -12,6 +12,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from ktune import settings
+from ktune.cli import check_interrupt
 from ktune.cli.console import note, warn
 from ktune.cli.plan import Part
 from ktune.device import Device
@@ -133,6 +134,7 @@ class Coordinator:
         vacant: dict[str, float] = {}
         said = _Said(self._request.quiet)
         while True:
+            check_interrupt()
             parts = _led(fleet.parts(TrialState.RUNNING, TrialState.WAITING))
             if not parts:
                 if self._targets or _led(fleet.parts(TrialState.COMPLETE)):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from ktune import settings
-from ktune.cli import INTERRUPTED
+from ktune.cli import INTERRUPTED, check_interrupt
 from ktune.cli.console import emit, note, warn
 from ktune.cli.options import parse_devices
 from ktune.cli.plan import LIVE, open_recording, recording_name
@@ -102,13 +102,14 @@ class Worker:
         note(f"looking for searches in {self._url}")
         idle_since, said = time.monotonic(), False
         while True:
+            check_interrupt()
             with quiet_optuna():
                 campaigns = open_campaigns(self._storage, self._heartbeat)
                 worked = [self._join(fleet) for fleet in campaigns]
                 waiting = any(self._may_need_us(fleet) for fleet in campaigns)
             if any(worked):
                 said = False
-            elif not said and not campaigns and self._request.wait_s:
+            elif not said and not campaigns and self._patience_s:
                 said = True
                 note("no search is open; waiting for one")
             if any(worked) or waiting:
@@ -144,7 +145,8 @@ class Worker:
             emit("worker", document)
             return
         winners = f", {self.winners} winners chosen" if self.winners else ""
-        note(f"measured {self.measured} variants for {len(self.campaigns)} searches{winners}")
+        for_how_many = f"{len(self.campaigns)} search{'es' * (len(self.campaigns) != 1)}"
+        note(f"measured {self.measured} variants for {for_how_many}{winners}")
 
     def _may_need_us(self, fleet: Fleet) -> bool:
         """Return whether an open campaign of this worker's may yet ask for something."""
@@ -221,7 +223,7 @@ class Worker:
         effort = replace(plan.effort, seed=(plan.effort.seed + self._salt) % 2**31)
         campaign = Campaign(
             target, self._storage, _no_sink, effort, tracker,
-            finals=False, stop=lambda: fleet.state != OPEN,
+            finals=False, stop=lambda: _state(fleet) != OPEN,
         )  # fmt: skip
         self._run(campaign, space, problems)
 
@@ -244,7 +246,7 @@ class Worker:
         tracker = Tracker(self._view, len(problems))
         tracker.device = target.device
         campaign = Campaign(
-            target, self._storage, sink, plan.effort, tracker, stop=lambda: fleet.state == PAUSED
+            target, self._storage, sink, plan.effort, tracker, stop=lambda: _state(fleet) == PAUSED
         )
         before = self.winners
         try:
@@ -281,6 +283,11 @@ class Worker:
         if self._live is not None:
             self._live.close()
             self._live = None
+
+
+def _state(fleet: Fleet) -> str:
+    check_interrupt()
+    return fleet.state
 
 
 def _no_sink(entries: Sequence[Entry], device: Device) -> None:

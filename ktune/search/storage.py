@@ -50,6 +50,11 @@ CONNECT_S = 10
 MOST_RETRIES = 3
 """A trial whose worker died is tried so often; one that kills its workers must end too."""
 
+_AWAY = (
+    sqlalchemy.exc.OperationalError,
+    sqlalchemy.exc.InterfaceError,
+    sqlalchemy.exc.PendingRollbackError,  # Optuna asks again in the transaction that was lost
+)
 _BORN_TWICE = (
     sqlalchemy.exc.IntegrityError,
     sqlalchemy.exc.ProgrammingError,
@@ -161,7 +166,7 @@ def _is_away(error: BaseException) -> bool:
     """Return whether an error means that the database server could not be talked to."""
     if isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__:
         error = error.__cause__
-    if isinstance(error, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError):
+    if isinstance(error, _AWAY):
         return True
     return isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated
 
