@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections import Counter
@@ -44,7 +45,7 @@ def server():
 @pytest.fixture
 def url(server, request, monkeypatch) -> str:
     monkeypatch.setenv("KTUNE_HEARTBEAT_S", "1")
-    return server.create(request.node.name[:60])
+    return server.create(re.sub(r"\W", "_", request.node.name)[:60])
 
 
 @pytest.fixture

@@ -280,6 +280,8 @@ class Heartbeat:
     def close(self) -> None:
         """Stop."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def fail_stale(self, study: optuna.Study) -> None:
         """End trials whose heartbeat has stopped, and queue each one anew (Optuna's retry).
@@ -306,6 +308,7 @@ class Heartbeat:
             for trial_id in trials:
                 with suppress(Exception):  # the search itself will say that the storage is gone
                     self._storage.record_heartbeat(trial_id)
+        self._storage.remove_session()
 
 
 @contextmanager
