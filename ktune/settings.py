@@ -52,8 +52,9 @@ def heartbeat_s() -> int:
 
 
 def masked(url: str) -> str:
-    """Return a URL without its password."""
-    return re.sub(r"(://[^:/@]+):[^@]*@", r"\1:***@", url)
+    """Return a URL without its password, wherever it stands, and whatever it is made of."""
+    url = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)
+    return re.sub(r"(password=)[^&\s]*", r"\1***", url)
 
 
 def strict() -> bool:

@@ -7,6 +7,7 @@ open; when it closes, all groups that were not taken off the list are killed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Reaper:
         with self._lock:
             if self._process is None or self._owner != os.getpid():  # none, or a fork's parent's
                 self._owner = os.getpid()
+                atexit.register(self._close, self._owner)
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", SCRIPT],
                     stdin=subprocess.PIPE,
@@ -58,6 +60,13 @@ class Reaper:
             with suppress(BrokenPipeError):
                 self._process.stdin.write(f"{number}\n".encode())
                 self._process.stdin.flush()
+
+    def _close(self, owner: int) -> None:
+        """End the process at this one's regular end."""
+        if self._process is not None and self._process.stdin is not None and owner == os.getpid():
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
 
 
 reaper = Reaper()

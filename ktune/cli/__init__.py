@@ -21,6 +21,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "search": "Find the fastest right variant of each problem; fills the table.",
+    "worker": "Help searches of other machines, through a shared storage.",
     "replay": "Compare samplers on a recording; needs no GPU.",
     "compare": "Compare rescale strategies: time, rescales, error.",
     "render": "Print the Python module of a variant.",
@@ -31,6 +32,15 @@ COMMANDS = {
     "bench": "Time winners against what users have today.",
     "doctor": "Say what this machine is and what ktune will use.",
 }
+
+
+_told_to_stop = False
+
+
+def check_interrupt() -> None:
+    """Raise KeyboardInterrupt if it was raised before and got lost in a garbage collection."""
+    if _told_to_stop:
+        raise KeyboardInterrupt
 
 
 class LazyGroup(click.Group):
@@ -102,6 +112,8 @@ def main() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Ask the command to stop; leave at once if asked again."""
+    global _told_to_stop
+    _told_to_stop = True
     for again in (signal.SIGINT, signal.SIGTERM):
         signal.signal(again, _leave)
     raise KeyboardInterrupt

@@ -30,6 +30,7 @@ Examples:
   ktune search softmax attention --problems llama-3-8b
   ktune search softmax --problems "m=4096 n=50257" --effort full
   ktune search attention --budget 10m --devices all
+  ktune search softmax --storage postgresql://user:password@host/database
 """
 
 
@@ -61,7 +62,12 @@ Examples:
 @click.option(
     "--batch-invariant", is_flag=True, help="One variant for all batch sizes: see the README."
 )
-@click.option("--storage", metavar="URL", help="Optuna storage; 'memory' keeps nothing.")
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="Optuna storage: sqlite:///FILE; a database server, to share with `ktune worker`; "
+    "or 'memory', which keeps nothing.",
+)
 @click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Table to fill.")
 @click.option("--fresh", is_flag=True, help="Forget earlier searches of these problems first.")
 @click.option("--exhaustive", is_flag=True, help="The same as --effort full.")
@@ -76,6 +82,12 @@ Examples:
     multiple=True,
     metavar="SET|TEXT",
     help="Problems to judge the table by: searched, but given no entry; shows what its picks lose.",
+)
+@click.option(
+    "--no-local",
+    is_flag=True,
+    help="Measure nothing here: publish the search in the shared --storage, wait for "
+    "`ktune worker` on other machines, and collect.",
 )
 @click.option("--no-proof", is_flag=True, help="Do not prove a replay's winners here.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
@@ -100,6 +112,7 @@ def search(
     exhaustive: bool,
     record: Path | None,
     held_out: tuple[str, ...],
+    no_local: bool,
     no_proof: bool,
     quiet: bool,
     as_json: bool,
@@ -140,5 +153,6 @@ def search(
         proof=not no_proof,
         quiet=quiet,
         as_json=as_json,
+        local=not no_local,
     )
     ctx.exit(run_search(request))

@@ -14,10 +14,11 @@ from optuna.storages import BaseStorage
 from sqlalchemy.exc import SQLAlchemyError
 
 from ktune import settings
-from ktune.cli import INTERRUPTED
+from ktune.cli import INTERRUPTED, check_interrupt
 from ktune.cli.console import note, warn
+from ktune.cli.coordinate import make_coordinator
 from ktune.cli.options import CPU, first_line
-from ktune.cli.plan import AUTO, Part, make_parts, recording_name
+from ktune.cli.plan import AUTO, LIVE, Part, make_parts, recording_name
 from ktune.cli.progress import Tracker, make_view
 from ktune.cli.summary import Finding, print_summary
 from ktune.device import Device
@@ -31,7 +32,7 @@ from ktune.search.proof import prove
 from ktune.search.recording import Recording, read_recording
 from ktune.search.replay import ReplayTarget
 from ktune.search.result import Result, record
-from ktune.search.storage import MEMORY, open_storage, quiet_optuna
+from ktune.search.storage import MEMORY, is_shared, open_storage, quiet_optuna
 from ktune.search.target import Target
 from ktune.settings import masked
 from ktune.table import Entry, check_writable, read_table, update_table
@@ -57,11 +58,13 @@ class Request:
     proof: bool
     quiet: bool
     as_json: bool
+    local: bool = True
 
 
 def run_search(request: Request) -> int:
     """Search, print the summary, and return the exit code."""
-    recording = recording_name(request.target, request.devices)
+    live = not request.local and request.target in {AUTO, LIVE}  # and needs no GPU here
+    recording = None if live else recording_name(request.target, request.devices)
     parts = make_parts(
         request.spaces, request.problems, recording, request.target, request.held_out
     )
@@ -101,17 +104,26 @@ class Session:
         self._table = _writable_table(request.table or settings.table_path())
         self._storage_name = self._choose_storage()
         self._storage = self._open_storage()
+        self._coordinator = make_coordinator(request, parts, self._storage)
         self._view = make_view(request.quiet)
         self._tracker = Tracker(self._view, sum(len(part.all_problems) for part in parts))
 
     def run(self) -> None:
         """Search every part, and prove what was replayed."""
-        for part in self._parts:
+        own, targets = self._parts if self._request.local else [], dict[str, Target]()
+        for part in own:
             with self._target(part) as target:
                 self._check_recording(target)
                 if self._request.fresh:
                     forget(self._storage, part, target)
+                targets[part.space.op] = target
+        if self._coordinator is not None:
+            self._coordinator.open(targets)
+        for part in own:
             self._search(part)
+        if self._coordinator is not None and is_shared(self._storage):
+            found = self._coordinator.finish(self._sink)
+            self._failed |= not (found or own)
         for part in self._parts:
             if part.recording is not None and self._request.proof:
                 self._prove(part)
@@ -120,6 +132,8 @@ class Session:
     def close(self) -> None:
         """End the workers and the bar."""
         self._view.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         if self._live is not None:
             self._live.close()
             self._live = None
@@ -181,6 +195,7 @@ class Session:
                     self._tracker,
                     winners=self._tuned_before(part),
                     held_out=apart,
+                    stop=_never,
                 )
                 try:
                     for result in campaign.run([(part.space, problem) for problem in todo]):
@@ -193,6 +208,8 @@ class Session:
     def _sink(self, entries: Sequence[Entry], device: Device) -> None:
         if self._table is not None:
             update_table(self._table, entries, [device])
+        if self._coordinator is not None and is_shared(self._storage):
+            self._coordinator.keep(entries)
 
     def _tuned_before(self, part: Part) -> list[tuple[Problem, Variant]]:
         """Return the winners that the user's table holds for other problems of the operation.
@@ -296,6 +313,12 @@ class Session:
             )
 
 
+def _never() -> bool:
+    """Never stop a campaign; raise an interrupt that was lost in a garbage collection."""
+    check_interrupt()
+    return False
+
+
 def forget(storage: BaseStorage, part: Part, target: Target) -> None:
     """Delete the studies of a part's problems on this target, of whatever space."""
     families = {family_name(problem, target) for problem in part.all_problems}
@@ -309,6 +332,9 @@ def _announce(request: Request, parts: list[Part]) -> None:
     """Say what measures; for a replay, whose times these are and of when."""
     for part in parts:
         count = f"{len(part.problems)} problem{'s' * (len(part.problems) != 1)}"
+        if not request.local:
+            note(f"{part.space.op}: {count}, measured by workers on other machines")
+            continue
         if part.recording is None:
             where = "on a GPU of this machine"
             if request.devices == (CPU,):

@@ -13,10 +13,19 @@ from ktune.search.target import Target
 from ktune.space import Space
 
 
+def kind_name(target: Target) -> str:
+    """Return whether a target's times are measured here and now: ``live`` or ``replay``."""
+    return "replay" if target.replayed_from else "live"
+
+
+def team_name(target: Target) -> str:
+    """Return what targets must share to work in one study: device, protocol, live or replay."""
+    return f"{target.device.key} | {target.protocol} {kind_name(target)}"
+
+
 def family_name(problem: Problem, target: Target) -> str:
     """Return what studies must share for their measurements to hold in each other."""
-    kind = "replay" if target.replayed_from else "live"
-    return f"{problem.text} | {target.device.key} | {target.protocol} {kind}"
+    return f"{problem.text} | {team_name(target)}"
 
 
 def study_name(space: Space, problem: Problem, target: Target, static: bool = False) -> str:

@@ -24,7 +24,7 @@ from ktune.search.held_out import judge
 from ktune.search.result import Listener, Result
 from ktune.search.settle import settle
 from ktune.search.sight import Hint
-from ktune.search.storage import Heartbeat, quiet_optuna
+from ktune.search.storage import Heartbeat, PatientStorage, quiet_optuna
 from ktune.search.study import ProblemSearch
 from ktune.search.target import Target
 from ktune.search.winner import FINALISTS, Winner, choose
@@ -74,6 +74,7 @@ class Campaign:
         finals: whether to end each search with finals and an entry; a helper of another
             process's campaign does not.
         held_out: texts of problems that are searched to judge the table by, and get no entry.
+        stop: asked again and again; once it says yes, nothing more is begun.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class Campaign:
         winners: Sequence[tuple[Problem, Variant]] = (),
         finals: bool = True,
         held_out: Set[str] = frozenset(),
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.target, self.effort = target, effort
         self._storage, self._sink, self._listener = storage, sink, listener
-        self._winners, self._finals, self._held_out = list(winners), finals, held_out
+        self._winners, self._finals, self._stop = list(winners), finals, stop
+        self._held_out = held_out
         self._heartbeat = Heartbeat(storage)
         with quiet_optuna():
             self._failures = Failures(storage, target)
@@ -112,18 +115,23 @@ class Campaign:
             self._archive = Archive(self._storage)
             try:
                 while todo or active:
+                    if todo and self._stop():
+                        todo.clear()
                     self._fill(active, todo)
                     for done in self._step(active):
                         yield self._conclude(done)
                 if self._finals:
                     self._settle()
                     judge(self, [r for r in self.results if r.held_out])
+            except (KeyboardInterrupt, GeneratorExit):
+                self._give_back(active)
+                raise
             finally:
                 self._heartbeat.close()
 
     def measure(self, wanted: Mapping[str, Sequence[Variant]]) -> None:
         """Measure variants of problems that were searched, by problem text, if time is left."""
-        if self.target.now() >= self.effort.budget_s:
+        if self.target.now() >= self.effort.budget_s or self._stop():
             return
         active = []
         for result in self.results:
@@ -160,7 +168,11 @@ class Campaign:
     def _ask(self, active: _Active) -> bool:
         """Submit one more variant of a search; return whether there was one."""
         search = active.search
-        if self.target.now() >= active.deadline or self.enough(active.result):
+        if self.enough(active.result):
+            active.dry = True
+            return False
+        if self.target.now() >= active.deadline or self._stop():
+            search.stop()
             active.dry = True
             return False
         variant = search.next()
@@ -190,9 +202,17 @@ class Campaign:
     def _is_over(self, active: _Active) -> bool:
         return active.dry and not active.search.pending and active.search.settled()
 
+    def _give_back(self, active: list[_Active]) -> None:
+        """Leave what is under way to other processes, if there can be any."""
+        if isinstance(self._storage, PatientStorage):
+            self._storage.patience_s = 1.0
+            for each in active:
+                each.search.give_back()
+
     def _start(self, space: Space, problem: Problem) -> _Active:
         self._listener.problem_started(problem)
         target, effort = self.target, self.effort
+        self._failures.refresh()
         if problem.text not in self.grounds:
             self.grounds[problem.text] = Ground.of(space, problem, target.device)
         ground = self.grounds[problem.text]

@@ -6,6 +6,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from ktune.bench.measurement import Measurement
+from ktune.search.storage import is_shared
 from ktune.search.target import Target
 
 
@@ -28,6 +29,12 @@ class Failures:
             name = f"compile failures | {target.device.arch} | {versions}"
             self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
             self._known = dict(self._study.user_attrs)
+        self._shared = is_shared(storage)
+
+    def refresh(self) -> None:
+        """Take in what other processes have found not to compile."""
+        if self._study is not None and self._shared:
+            self._known |= self._study.user_attrs
 
     def get(self, key: str) -> Measurement | None:
         """Return the outcome of a source that is known not to compile."""

@@ -86,7 +86,7 @@ class Axes:
     def __init__(
         self, space: Space, problem: Problem, device: Device, static: bool = False
     ) -> None:
-        self._static = static
+        self.static = static
         self._parameters = space.parameters
         self._names = space.names(problem, device)
         self._walk = Walk(space.parameters, (), self._names)
@@ -97,7 +97,7 @@ class Axes:
         values: dict[str, Scalar] = {}
         for parameter in self._parameters:
             applies = self._walk.applies(parameter, {**self._names, **values})
-            if applies or self._static:
+            if applies or self.static:
                 answer = self._axes[parameter.name].suggest(trial)
                 if applies:
                     values[parameter.name] = answer
@@ -106,7 +106,7 @@ class Axes:
     def encode(self, variant: Variant) -> dict[str, Scalar]:
         """Return the Optuna parameters of a variant."""
         values = variant.values
-        if self._static:
+        if self.static:
             values = {p.name: values.get(p.name, p.choices[0]) for p in self._parameters}
         return {
             self._axes[name].name: self._axes[name].encode(value) for name, value in values.items()
@@ -114,5 +114,5 @@ class Axes:
 
     def distributions(self, variant: Variant) -> dict[str, BaseDistribution]:
         """Return the Optuna distributions of a variant's parameters."""
-        names = [p.name for p in self._parameters if self._static or p.name in variant.values]
+        names = [p.name for p in self._parameters if self.static or p.name in variant.values]
         return {self._axes[name].name: self._axes[name].distribution for name in names}

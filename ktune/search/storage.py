@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 import warnings
@@ -14,15 +15,17 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import (
     BaseStorage,
     InMemoryStorage,
     RDBStorage,
     RetryHeartbeatStaleTrialCallback,
 )
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from ktune import settings
+from ktune.bench.measurement import Measurement
 from ktune.errors import StorageError
 
 Result = TypeVar("Result")
@@ -31,14 +34,9 @@ _log = logging.getLogger("ktune.search")
 _CANNOT_OPEN = (
     OSError,
     ImportError,
+    ValueError,
     sqlalchemy.exc.SQLAlchemyError,
     optuna.exceptions.OptunaError,
-)
-_SERVER_GONE = (
-    optuna.exceptions.StorageInternalError,
-    sqlalchemy.exc.OperationalError,
-    sqlalchemy.exc.InterfaceError,
-    sqlalchemy.exc.DBAPIError,
 )
 MEMORY = "memory"
 """The storage name for a search that keeps nothing."""
@@ -46,8 +44,22 @@ MEMORY = "memory"
 PATIENCE_S = 180.0
 """How long a database server may be away before a search gives up on it."""
 
+CONNECT_S = 10
+"""How long a server may take to answer at the start."""
+
 MOST_RETRIES = 3
 """A trial whose worker died is tried so often; one that kills its workers must end too."""
+
+_AWAY = (
+    sqlalchemy.exc.OperationalError,
+    sqlalchemy.exc.InterfaceError,
+    sqlalchemy.exc.PendingRollbackError,  # Optuna asks again in the transaction that was lost
+)
+_BORN_TWICE = (
+    sqlalchemy.exc.IntegrityError,
+    sqlalchemy.exc.ProgrammingError,
+    optuna.exceptions.StorageInternalError,
+)
 
 
 def is_shared(storage: BaseStorage) -> bool:
@@ -68,14 +80,31 @@ def open_storage(url: str) -> BaseStorage:
         return InMemoryStorage()
     try:
         with quiet_optuna():
-            return _open(url)
+            return _open(_with_driver(url))
     except _CANNOT_OPEN as error:
-        reason = str(error).splitlines()[0]
-        hint = "" if "psycopg" not in reason else "; pip install 'ktune-kernels[postgres]'"
         raise StorageError(
-            f"cannot open the study storage {settings.masked(url)}: {reason}{hint}. "
+            f"cannot open the study storage {settings.masked(url)}: {_reason(error, url)}. "
             "Name another by --storage or KTUNE_STORAGE; --storage memory keeps nothing"
         ) from error
+
+
+def _with_driver(url: str) -> str:
+    """Return the URL with psycopg as PostgreSQL's driver where it names none."""
+    scheme, colon, rest = url.partition("://")
+    return f"postgresql+psycopg{colon}{rest}" if scheme in {"postgres", "postgresql"} else url
+
+
+def _reason(error: BaseException, url: str) -> str:
+    """Return the first line of why a storage cannot be opened, what helps, and no password."""
+    reason = settings.masked((str(error).strip().splitlines() or [type(error).__name__])[0])
+    try:
+        password = sqlalchemy.make_url(_with_driver(url)).password
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return "this is not a database URL: user:password@host:port/database, after driver://"
+    reason = reason.replace(str(password), "***") if password else reason
+    if isinstance(error, ImportError) and url.startswith("postgres"):
+        return "PostgreSQL needs psycopg: pip install 'ktune-kernels[postgres]'"
+    return reason.rstrip(".")
 
 
 def _open(url: str) -> RDBStorage:
@@ -83,7 +112,7 @@ def _open(url: str) -> RDBStorage:
     care: dict[str, Any] = {
         "heartbeat_interval": heartbeat_s,
         "grace_period": 3 * heartbeat_s,
-        "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback(max_retry=MOST_RETRIES),
+        "heartbeat_stale_trial_callback": TryAgain(max_retry=MOST_RETRIES),
     }
     if url.startswith("sqlite"):
         if url.startswith("sqlite:///"):
@@ -91,7 +120,16 @@ def _open(url: str) -> RDBStorage:
         storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}}, **care)
         _quicken(storage.engine)
         return storage
-    return PatientStorage(url, engine_kwargs={"pool_pre_ping": True}, **care)
+    engine: dict[str, Any] = {}
+    if url.startswith("postgresql"):
+        engine["connect_args"] = {"connect_timeout": CONNECT_S}
+    url = url.replace("{", "{{").replace("}", "}}")  # Optuna formats it
+    for again in range(5):
+        try:
+            return PatientStorage(url, engine_kwargs=engine, **care)
+        except _BORN_TWICE:  # others make the tables of an empty database at this moment
+            time.sleep(0.2 * (again + 1))
+    return PatientStorage(url, engine_kwargs=engine, **care)
 
 
 def _quicken(engine: sqlalchemy.Engine) -> None:
@@ -103,39 +141,76 @@ def _quicken(engine: sqlalchemy.Engine) -> None:
     engine.dispose()
 
 
+class TryAgain(RetryHeartbeatStaleTrialCallback):
+    """Optuna's retry; a variant whose workers died every time is kept as crashed."""
+
+    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Queue a trial anew, or end its variant for good."""
+        tried = len(trial.system_attrs.get("retry_history", []))
+        super().__call__(study, trial)
+        if tried < MOST_RETRIES or "variant" not in trial.user_attrs:
+            return
+        crash = Measurement("crashed", detail=f"{tried + 1} processes died while measuring it")
+        study.add_trial(
+            optuna.create_trial(
+                value=math.inf,
+                params=trial.params,
+                distributions=trial.distributions,
+                user_attrs={**trial.user_attrs, "measurement": crash.to_dict()},
+                constraints={crash.status: 1.0},
+            )
+        )
+
+
+def _is_away(error: BaseException) -> bool:
+    """Return whether an error means that the database server could not be talked to."""
+    if isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__:
+        error = error.__cause__
+    if isinstance(error, _AWAY):
+        return True
+    return isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated
+
+
 def _patient(method: Callable[..., Result]) -> Callable[..., Result]:
     """Return the method, tried again while the database server is away.
 
-    A call whose answer was lost may have been carried out: ending a trial that has ended is then
+    A call whose answer was lost may have been carried out. Ending a trial a second time is then
     no error, and ``Heartbeat.fail_stale`` finds a trial that nobody owns.
     """
 
     @functools.wraps(method)
-    def call(*arguments: Any, **options: Any) -> Result:
-        deadline, again = time.monotonic() + PATIENCE_S, False
+    def call(self: PatientStorage, *arguments: Any, **options: Any) -> Result:
+        deadline, pause_s = time.monotonic() + self.patience_s, 0.0
         while True:
             try:
-                return method(*arguments, **options)
-            except optuna.exceptions.UpdateFinishedTrialError:
-                if again and method.__name__ == "set_trial_state_values":
+                return method(self, *arguments, **options)
+            except UpdateFinishedTrialError:
+                if pause_s and self._has_ended_so(method.__name__, *arguments, **options):
                     return True  # type: ignore[return-value]
                 raise
-            except _SERVER_GONE as error:
-                if time.monotonic() > deadline:
+            except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError) as error:
+                if not _is_away(error) or time.monotonic() > deadline:
                     raise
-                if not again:
-                    text = str(error).splitlines()[0]
-                    _log.warning("the database does not answer (%s); trying again", text[:120])
-                again = True
-                time.sleep(0.5)
+                if pause_s:  # the first failure may be an old connection's
+                    self._warn(error.__cause__ or error)
+                time.sleep(pause_s)
+                pause_s = 0.5
 
     return call
 
 
 class PatientStorage(RDBStorage):
-    """Optuna's storage in a database server, which may be restarted while a search runs."""
+    """Optuna's storage in a database server, which may be restarted while a search runs.
+
+    Attributes:
+        patience_s: how long the server may be away.
+    """
+
+    patience_s = PATIENCE_S
+    _warned = -math.inf
 
     create_new_study = _patient(RDBStorage.create_new_study)
+    delete_study = _patient(RDBStorage.delete_study)
     set_study_user_attr = _patient(RDBStorage.set_study_user_attr)
     set_study_system_attr = _patient(RDBStorage.set_study_system_attr)
     get_study_id_from_name = _patient(RDBStorage.get_study_id_from_name)
@@ -144,18 +219,30 @@ class PatientStorage(RDBStorage):
     get_study_user_attrs = _patient(RDBStorage.get_study_user_attrs)
     get_study_system_attrs = _patient(RDBStorage.get_study_system_attrs)
     get_all_studies = _patient(RDBStorage.get_all_studies)
-    create_new_trial = _patient(RDBStorage.create_new_trial)
-    set_trial_param = _patient(RDBStorage.set_trial_param)
+    _create_new_trial = _patient(RDBStorage._create_new_trial)
+    _set_trial_param = _patient(RDBStorage._set_trial_param)
     set_trial_state_values = _patient(RDBStorage.set_trial_state_values)
     set_trial_user_attr = _patient(RDBStorage.set_trial_user_attr)
     set_trial_system_attr = _patient(RDBStorage.set_trial_system_attr)
     get_trial = _patient(RDBStorage.get_trial)
-    get_all_trials = _patient(RDBStorage.get_all_trials)
     _get_trials = _patient(RDBStorage._get_trials)
-    get_n_trials = _patient(RDBStorage.get_n_trials)
-    get_best_trial = _patient(RDBStorage.get_best_trial)
     record_heartbeat = _patient(RDBStorage.record_heartbeat)
     _get_stale_trial_ids = _patient(RDBStorage._get_stale_trial_ids)
+
+    def _has_ended_so(
+        self, method: str, trial_id: int, state: TrialState | None = None, values: Any = None
+    ) -> bool:
+        """Return whether a trial is in the final state that a repeated call asks for."""
+        if method != RDBStorage.set_trial_state_values.__name__:
+            return False
+        return bool(self.get_trial(trial_id).state == state)
+
+    def _warn(self, error: BaseException) -> None:
+        """Say, twice a minute at most, that the server is away."""
+        if time.monotonic() - self._warned > 30.0:
+            self._warned = time.monotonic()
+            reason = _reason(error, self.url)
+            _log.warning("the database does not answer (%.160s); trying again", reason)
 
 
 class Heartbeat:
@@ -167,6 +254,7 @@ class Heartbeat:
 
     def __init__(self, storage: BaseStorage) -> None:
         self._storage = storage if isinstance(storage, RDBStorage) else None
+        self.interval_s = settings.heartbeat_s()
         self._own: set[int] = set()
         self._adopted: set[int] = set()
         self._lock = threading.Lock()
@@ -192,6 +280,8 @@ class Heartbeat:
     def close(self) -> None:
         """Stop."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def fail_stale(self, study: optuna.Study) -> None:
         """End trials whose heartbeat has stopped, and queue each one anew (Optuna's retry).
@@ -218,6 +308,7 @@ class Heartbeat:
             for trial_id in trials:
                 with suppress(Exception):  # the search itself will say that the storage is gone
                     self._storage.record_heartbeat(trial_id)
+        self._storage.remove_session()
 
 
 @contextmanager

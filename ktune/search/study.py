@@ -4,16 +4,22 @@ A trial of the study is one variant that was measured, or one that a sampler pro
 answered without measuring: illegal ones are told as infeasible, repeats with the value that is
 known, and the nearest legal variant that is new is measured in their place. Only new measurements
 count against the budget, each variant once, whoever made them.
+
+Several processes may search in one study. A trial names its variant from birth, or as soon as the
+sampler has spoken; whoever has made one looks for others of the same variant, and the one with
+the lowest number proceeds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from ktune.bench.measurement import Measurement
 from ktune.errors import KtuneError, StorageError
@@ -21,6 +27,7 @@ from ktune.problem import Problem
 from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
 from ktune.search.ground import Ground, Outcome
+from ktune.search.ledger import Ledger
 from ktune.search.parameters import Axes
 from ktune.search.samplers import make_chooser, make_sampler
 from ktune.search.sight import Hint, Sight
@@ -29,11 +36,6 @@ from ktune.search.target import Target
 from ktune.space import distance
 from ktune.variant import Variant
 
-FEASIBLE = "has a time"
-"""Optuna's name of the constraint that a variant is legal and has a time: broken above 0.
-
-GPSampler wants it of every trial; other samplers take its absence for a constraint that holds.
-"""
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
 
 
@@ -62,27 +64,32 @@ class ProblemSearch:
     ) -> None:
         self.ground = ground
         self._problem, self._legal = ground.problem, ground.legal
-        self._static = sampler == "gp"
-        self._axes = Axes(ground.space, ground.problem, ground.device, self._static)
+        static = sampler == "gp"
+        self._axes = Axes(ground.space, ground.problem, ground.device, static)
         self._shared = is_shared(storage)
         self._heartbeat = heartbeat or Heartbeat(storage)
-        self._pending: dict[str, Trial] = {}
+        self._pending: dict[str, int] = {}
+        self._late: dict[str, Measurement] = {}
+        self._trials: list[FrozenTrial] = []
         self._elsewhere: set[str] = set()
         self._goal = 0
+        self._last: int | None = None
         self._hints: Sequence[Hint] = ()
         self._chooser = make_chooser(sampler, seed)
         self.outcome = Outcome(legal=len(ground.legal), rejected=dict(ground.rejected))
         try:
             self._study = optuna.create_study(
                 storage=storage,
-                study_name=study_name(ground.space, ground.problem, target, self._static),
+                study_name=study_name(ground.space, ground.problem, target, static),
                 sampler=make_sampler(sampler, seed),
                 load_if_exists=True,
             )
+            self._ledger = Ledger(self._study, self._axes, self._heartbeat)
             self._heartbeat.fail_stale(self._study)
             known = (archive or Archive(storage)).known(family_name(ground.problem, target))
         except optuna.exceptions.StorageInternalError as error:
             raise StorageError(f"the study storage failed: {error}") from error
+        self._checked = time.monotonic()
         if known:
             self.outcome.measurements = {
                 text: known[key]
@@ -130,42 +137,55 @@ class ProblemSearch:
         room = self._goal - self.count - len(self._elsewhere)
         fresh = [v for v in {v.text: v for v in first}.values() if self._is_new(v.text)]
         for variant in fresh[: max(room, 0)]:
-            self._enqueue(variant)
+            self._queue(variant)
 
     def extend(self, variants: Iterable[Variant]) -> None:
         """Ask for some more variants, beyond the budget; known ones are passed over."""
+        self._last = None
+        self._refresh()
         fresh = [v for v in variants if v.text in self._legal and self._is_new(v.text)]
         self._goal = self.count + len(self._elsewhere) + len(fresh)
         for variant in fresh:
-            self._enqueue(variant)
+            self._queue(variant)
 
     def next(self) -> Variant | None:
         """Return a variant to measure; None if the budget is spent or nothing is new."""
-        if self._shared:
+        while self._last is None and self.count + len(self._pending) < self._goal:
             self._refresh()
-        while self.count + len(self._pending) < self._goal:
-            if not self._waiting():
-                if self._shared and self.count + len(self._unfinished()) >= self._goal:
-                    return None  # others measure what is left
-                if not any(self._is_new(text) for text in self._legal):
+            waiting = self._in_state(TrialState.WAITING)
+            if waiting:
+                variant = self._pop(waiting[0])
+            elif self.count + self._under_way() >= self._goal:
+                return None  # others measure what is left
+            elif not any(self._is_new(text) for text in self._legal):
+                return None
+            elif self._chooser is None:
+                variant = self._ask()
+            else:
+                chosen = self._chooser(self._sight())
+                if chosen is None:
                     return None
-                if self._chooser is not None:
-                    chosen = self._chooser(self._sight())
-                    if chosen is None:
-                        return None
-                    self._enqueue(chosen)
-            variant = self._take(self._study.ask())
+                key = self._key_or_none(chosen)
+                variant = self._take(self._ledger.create(chosen, TrialState.RUNNING, key), chosen)
             if variant is not None:
                 return variant
         return None
 
     def tell(self, variant: Variant, measurement: Measurement) -> None:
-        """Keep the outcome of a variant that ``next`` handed out."""
-        trial = self._pending.pop(variant.text)
-        self.outcome.measurements[variant.text] = measurement
-        self.outcome.measured += 1
-        self._finish(trial, measurement)
-        self._heartbeat.forget(trial._trial_id)
+        """Keep the outcome of a variant that ``next`` handed out.
+
+        A trial that was taken for dead meanwhile is queued anew; that one gets the outcome if
+        this process comes to it first.
+        """
+        trial_id = self._pending.pop(variant.text)
+        if not self._finish(trial_id, variant.text, measurement):
+            self._late[variant.text] = measurement
+
+    def stop(self) -> None:
+        """Ask for nothing more, and wait only for what is under way at this moment."""
+        if self._last is None:
+            self._trials = self._ledger.read()
+            self._last = max((trial.number for trial in self._trials), default=-1)
 
     def settled(self) -> bool:
         """Return whether nothing is on its way, here or in another process."""
@@ -175,12 +195,23 @@ class ProblemSearch:
             return True
         self._heartbeat.fail_stale(self._study)
         self._refresh()
-        return not self._unfinished()
+        if self._last is None and self.count < self._goal:
+            return not self._in_state(*UNFINISHED)
+        last = math.inf if self._last is None else self._last
+        return all(trial.number > last for trial in self._in_state(TrialState.RUNNING))
 
     def close(self) -> None:
         """End the queued trials that the budget did not reach."""
-        while self._waiting():
-            self._study.tell(self._study.ask(), state=TrialState.PRUNED)
+        self._refresh()
+        for trial in self._in_state(TrialState.WAITING):
+            self._ledger.drop(trial)
+
+    def give_back(self) -> None:
+        """Let other processes measure at once what this one has begun and will not end."""
+        pending, self._pending = self._pending, {}
+        for text, trial_id in pending.items():
+            if self._ledger.end(trial_id, TrialState.FAIL):
+                self._queue(self._legal[text])
 
     def _is_new(self, text: str) -> bool:
         return (
@@ -193,102 +224,96 @@ class ProblemSearch:
         pending = self._pending.keys() | self._elsewhere
         return Sight(self._problem, self._legal, self.outcome.measurements, pending, self._hints)
 
-    def _enqueue(self, variant: Variant) -> None:
-        """Queue a trial with exactly this variant's parameters."""
-        attributes = {"variant": variant.text}
-        if (key := self._key_or_none(variant)) is not None:
-            attributes["source"] = key
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                state=TrialState.WAITING,
-                params=self._axes.encode(variant),
-                distributions=self._axes.distributions(variant),
-                user_attrs=attributes,
-            )
-        )
+    def _queue(self, variant: Variant) -> None:
+        self._ledger.create(variant, TrialState.WAITING, self._key_or_none(variant))
         self._elsewhere.add(variant.text)
 
-    def _take(self, trial: Trial) -> Variant | None:
-        """Make a trial of the study this process's own; None if it was answered at once."""
-        self._heartbeat.watch(trial._trial_id)
-        queued = trial.user_attrs.get("variant")
+    def _pop(self, trial: FrozenTrial) -> Variant | None:
+        """Take a queued trial, unless another process does."""
+        if not self._ledger.take(trial):
+            return None
+        return self._take_queued(trial._trial_id, trial.user_attrs)
+
+    def _ask(self) -> Variant | None:
+        """Let Optuna's sampler name a variant; if it is none to measure, queue the nearest new."""
+        trial = self._ledger.ask()
+        if "variant" in trial.user_attrs:  # queued by another process a moment ago
+            return self._take_queued(trial._trial_id, trial.user_attrs)
         variant = Variant.of(self._problem.op, self._axes.suggest(trial))
-        text = variant.text
-        if queued is None:
-            trial.set_user_attr("variant", text)
-        answer = self._answer(trial, variant, queued is not None)
-        if answer is None:
-            self._elsewhere.discard(text)
-            self._pending[text] = trial
-            return variant
-        self._heartbeat.forget(trial._trial_id)
-        if queued is None:
+        trial.set_user_attr("variant", variant.text)
+        if variant.text in self._legal and (key := self._key_or_none(variant)) is not None:
+            trial.set_user_attr("source", key)
+        taken = self._take(trial._trial_id, variant, named=False)
+        if taken is None:
             unseen = [other for other in self._legal.values() if self._is_new(other.text)]
             if unseen:
-                self._enqueue(min(unseen, key=lambda o: distance(variant.values, o.values)))
-        return None
+                nearest = min(unseen, key=lambda o: distance(variant.values, o.values))
+                self._queue(nearest)
+        return taken
 
-    def _answer(self, trial: Trial, variant: Variant, queued: bool) -> str | None:
-        """Tell a trial whose answer needs no measuring; return why, or None if it does."""
+    def _take_queued(self, trial_id: int, attributes: Mapping[str, Any]) -> Variant | None:
+        variant = self._legal.get(attributes.get("variant", ""))
+        if variant is None:  # its process died before the sampler had named it
+            self._ledger.end(trial_id, TrialState.FAIL)
+            return None
+        if "measurement" in attributes:  # its process died before the trial's end was told
+            self._late[variant.text] = Measurement.from_dict(attributes["measurement"])
+        return self._take(trial_id, variant)
+
+    def _take(self, trial_id: int, variant: Variant, named: bool = True) -> Variant | None:
+        """Make a trial this process's own; None if it was answered at once, or has to yield."""
         text, known = variant.text, self.outcome.measurements
         if text not in self._legal:
-            trial.set_user_attr("illegal", True)
-            self._tell_infeasible(trial)
-            return "illegal"
+            self._ledger.refuse(trial_id, illegal=True)
+            return None
         if text in known:
-            trial.set_user_attr("repeat", True)
-            self._finish(trial, known[text], keep=False)
-            return "known"
-        if text in self._pending or self._is_claimed(trial, text, queued):
-            self._study.tell(trial, state=TrialState.PRUNED)
-            return "claimed"
+            self._ledger.complete(trial_id, known[text], repeat=True)
+            return None
+        if text in self._pending or not self._may_proceed(trial_id, text, named):
+            self._ledger.end(trial_id, TrialState.FAIL)  # PRUNED would count as slow with TPE
+            return None
+        if text in self._late:
+            self._finish(trial_id, text, self._late.pop(text))
+            return None
         try:
-            key = self.ground.key(variant)
+            self.ground.key(variant)
         except KtuneError as error:
-            known[text] = Measurement("compile_error", detail=str(error).splitlines()[0])
-            self._finish(trial, known[text])
-            return "does not render"
-        if "source" not in trial.user_attrs:
-            trial.set_user_attr("source", key)
-        return None
+            failure = Measurement("compile_error", detail=str(error).splitlines()[0])
+            self._finish(trial_id, text, failure)
+            return None
+        self._elsewhere.discard(text)
+        self._pending[text] = trial_id
+        return variant
 
-    def _is_claimed(self, trial: Trial, text: str, queued: bool) -> bool:
-        """Return whether another process measures this very variant.
+    def _may_proceed(self, trial_id: int, text: str, named: bool) -> bool:
+        """Return whether no other process is before this trial, nor the budget spent.
 
-        Queued trials name their variant from birth, so the lowest number goes first and exactly
-        one proceeds. A sampler's trial gets its name late, and yields to any other.
+        Trials that name their variant from birth yield to lower numbers only, so exactly one
+        proceeds. A sampler's trial gets its name late, and yields to any other.
         """
         if not self._shared:
+            return True
+        self._refresh()
+        (own,) = [trial for trial in self._trials if trial._trial_id == trial_id]
+        ahead = 0
+        for other in self._trials:
+            if other is own:
+                continue
+            unfinished, before = other.state in UNFINISHED, other.number < own.number
+            if other.user_attrs.get("variant") == text and (
+                other.state == TrialState.COMPLETE or (unfinished and (before or not named))
+            ):
+                return False
+            ahead += unfinished and before
+        return self.count + ahead < self._goal
+
+    def _finish(self, trial_id: int, text: str, measurement: Measurement) -> bool:
+        """Keep an outcome; return False if the trial was ended as stale before."""
+        if not self._ledger.complete(trial_id, measurement):
             return False
-        others = [
-            other
-            for other in self._study.get_trials(deepcopy=False)
-            if other.number != trial.number
-            and other.user_attrs.get("variant") == text
-            and other.state in (*UNFINISHED, TrialState.COMPLETE)
-            and "borrowed" not in other.user_attrs
-        ]
-        if queued:
-            return any(
-                other.number < trial.number or other.state == TrialState.COMPLETE
-                for other in others
-            )
-        return bool(others)
-
-    def _finish(self, trial: Trial, measurement: Measurement, keep: bool = True) -> None:
-        if keep:
-            trial.set_user_attr("measurement", measurement.to_dict())
-        if measurement.latency_ms is None:
-            self._tell_infeasible(trial)
-        else:
-            if self._static:
-                trial.set_constraint(FEASIBLE, 0.0)
-            self._study.tell(trial, measurement.latency_ms)
-
-    def _tell_infeasible(self, trial: Trial) -> None:
-        """Tell a variant without a time in a way that the sampler learns from."""
-        trial.set_constraint(FEASIBLE, 1.0)
-        self._study.tell(trial, math.inf)
+        self.outcome.measurements[text] = measurement
+        self.outcome.measured += 1
+        return True
 
     def _key_or_none(self, variant: Variant) -> str | None:
         """Return the key; None for a variant that does not render (it will say so when tried)."""
@@ -297,45 +322,43 @@ class ProblemSearch:
         except KtuneError:
             return None
 
-    def _waiting(self) -> bool:
-        return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+    def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials that were in these states at the last look."""
+        return [trial for trial in self._trials if trial.state in states]
 
-    def _unfinished(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False, states=UNFINISHED)
+    def _under_way(self) -> int:
+        """Return how many variants are being measured."""
+        return len(self._in_state(*UNFINISHED)) if self._shared else len(self._pending)
 
     def _refresh(self) -> None:
         """Take in what other processes have measured, and what they are at."""
-        trials = self._study.get_trials(deepcopy=False)
+        if self._shared and time.monotonic() - self._checked > self._heartbeat.interval_s:
+            self._checked = time.monotonic()
+            self._heartbeat.fail_stale(self._study)
+        self._trials = self._ledger.read()
         states = UNFINISHED if self._shared else (TrialState.WAITING,)
         self._elsewhere = {
             str(trial.user_attrs["variant"])
-            for trial in trials
-            if trial.state in states and "variant" in trial.user_attrs
+            for trial in self._in_state(*states)
+            if "variant" in trial.user_attrs
         } - self._pending.keys()
-        if self._shared:
-            for trial in trials:
-                text = str(trial.user_attrs.get("variant"))
-                if trial.state == TrialState.COMPLETE and text in self._legal:
-                    found = trial.user_attrs.get("measurement")
-                    if found and text not in self.outcome.measurements:
-                        self.outcome.measurements[text] = Measurement.from_dict(found)
+        if not self._shared:
+            return
+        for trial in self._in_state(TrialState.COMPLETE):
+            text = str(trial.user_attrs.get("variant"))
+            if text in self._legal and text not in self.outcome.measurements:
+                found = trial.user_attrs.get("measurement")
+                if found:
+                    self.outcome.measurements[text] = Measurement.from_dict(found)
 
     def _borrow(self) -> set[str]:
         """Give this study the measurements that other studies of the problem have made."""
-        trials = self._study.get_trials(deepcopy=False)
+        trials = self._ledger.read()
         own = {trial.user_attrs.get("variant") for trial in trials}
         there = {trial.user_attrs.get("borrowed") for trial in trials}
         borrowed = self.outcome.measurements.keys() - own
         for text in sorted(borrowed - there):
             variant, measurement = self._legal[text], self.outcome.measurements[text]
             if measurement.latency_ms is not None:
-                self._study.add_trial(
-                    optuna.trial.create_trial(
-                        params=self._axes.encode(variant),
-                        distributions=self._axes.distributions(variant),
-                        value=measurement.latency_ms,
-                        constraints={FEASIBLE: 0.0} if self._static else None,
-                        user_attrs={"borrowed": text, "measurement": measurement.to_dict()},
-                    )
-                )
+                self._ledger.borrow(variant, measurement)
         return borrowed

@@ -280,13 +280,21 @@ def load_space(name: str | os.PathLike[str], folders: Iterable[str | Path] = ())
         SpaceError: there is no such file, or it is wrong; the message then has a line
             ``file:line:column: key: reason`` for each error.
     """
+    return parse_space(*read_space(name, folders))
+
+
+def read_space(name: str | os.PathLike[str], folders: Iterable[str | Path] = ()) -> tuple[str, str]:
+    """Return the text of a search space's file, and the file as messages show it.
+
+    Raises:
+        SpaceError: there is no such file.
+    """
     path = _locate(name, folders)
     label = label_of(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), label
     except (OSError, UnicodeDecodeError) as error:
         raise SpaceError(f"cannot read the search space {label}: {error}") from error
-    return parse_space(text, label)
 
 
 def parse_space(text: str, label: str) -> Space:
