@@ -18,7 +18,7 @@ from ktune.bench.measurement import Measurement
 from ktune.problem import Problem
 from ktune.search.portfolio import LOSS, cover, shortlist
 from ktune.search.regions import Region, by_problem, regions
-from ktune.search.winner import as_winner, beats
+from ktune.search.winner import LEAST_MARGIN, as_winner, beats
 from ktune.variant import Variant
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ def _replace(campaign: Campaign, result: Result, own: Variant, picked: Variant) 
     free = campaign.effort.max_variants is None and not campaign.effort.batch_invariant
     if free and loss > LOSS:
         return False
-    if free and samples.get(default) and beats(default, picked.text, samples, measured):
-        return False
+    if free and samples.get(default):
+        lost = statistics.median(samples[picked.text]) / statistics.median(samples[default]) - 1.0
+        if lost > LEAST_MARGIN or beats(default, picked.text, samples, measured):
+            return False
     if wrong := target.verify(problem, picked):
         measured[picked.text] = Measurement("wrong", detail=wrong)
         return False
