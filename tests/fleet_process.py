@@ -30,7 +30,7 @@ def body(words, environment, pause_s, name, folder) -> None:
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{name}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     from ktune.cli import main
-    from ktune.search.replay import ReplayTarget
+    from ktune.target.replay import ReplayTarget
 
     answer, log = ReplayTarget.next, os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 

@@ -287,7 +287,7 @@ class TestCommand:
 
     def test_reference_joins_the_finals(self, gpu, tmp_path):
         from ktune.bench.measurement import Measurement
-        from ktune.search.recording import RecordedProblem, Recording
+        from ktune.target.recording import RecordedProblem, Recording
 
         known = Recording("softmax", H200, "p", "2026-01-02", {}, {}, "x")
         for problem in (ROWS, OTHER):

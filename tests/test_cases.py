@@ -18,10 +18,10 @@ from ktune.bench.measurement import Measurement
 from ktune.device import COMPILE_TARGETS
 from ktune.operations import operation, parse_problem
 from ktune.operations.attention import compose
-from ktune.search.storage import open_storage
-from ktune.search.target import Spent
+from ktune.search.trials.storage import open_storage
 from ktune.search.winner import choose
 from ktune.space.space import parse_space
+from ktune.target.target import Spent
 
 CPU = torch.device("cpu")
 DEVICE = COMPILE_TARGETS["sm_90"]

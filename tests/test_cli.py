@@ -57,8 +57,8 @@ def fake_outcome(text: str):
 def make_recording(path: Path, problems=(SMALL,), baselines=True, outcome=fake_outcome) -> Path:
     """Write a recording of softmax problems with made-up times; the default takes 1 ms."""
     from ktune.bench.measurement import Measurement
-    from ktune.search.recording import RecordedProblem, Recording
     from ktune.space import load_space
+    from ktune.target.recording import RecordedProblem, Recording
 
     space = load_space("softmax")
     roofs = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0}
@@ -405,8 +405,8 @@ class TestLive:
 
     @pytest.fixture(autouse=True)
     def _gpu(self, recording, monkeypatch):
-        from ktune.search.recording import read_recording
-        from ktune.search.replay import ReplayTarget
+        from ktune.target.recording import read_recording
+        from ktune.target.replay import ReplayTarget
 
         self.closed = []
 
@@ -463,7 +463,7 @@ class TestLive:
 
 SLOW_MAIN = """
 import time
-from ktune.search.replay import ReplayTarget
+from ktune.target.replay import ReplayTarget
 answer = ReplayTarget.next
 ReplayTarget.next = lambda self: (time.sleep(0.2), answer(self))[1]
 from ktune.cli import main

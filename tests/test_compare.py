@@ -26,9 +26,9 @@ from ktune.report.compare import (
     time_lines,
     usual_problem,
 )
-from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.replay import ReplayTarget
 from ktune.space import load_space
+from ktune.target.recording import RecordedProblem, Recording
+from ktune.target.replay import ReplayTarget
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 50 << 20, 141)
 BLOCK = 64

@@ -24,12 +24,12 @@ from ktune.device import Device
 from ktune.errors import UsageError
 from ktune.resources import shipped
 from ktune.search.effort import Effort
-from ktune.search.fleet import Errand, Fleet, Plan
 from ktune.search.ground import Ground
-from ktune.search.recording import read_recording
-from ktune.search.storage import MOST_RETRIES, Heartbeat, open_storage, quiet_optuna
 from ktune.search.study import ProblemSearch
+from ktune.search.trials.fleet import Errand, Fleet, Plan
+from ktune.search.trials.storage import MOST_RETRIES, Heartbeat, open_storage, quiet_optuna
 from ktune.space import load_space
+from ktune.target.recording import read_recording
 
 A100 = Device("NVIDIA A100", "cuda", "sm_80", 108, 166_912, 40 << 20, 40)
 

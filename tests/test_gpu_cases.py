@@ -890,7 +890,7 @@ def measure(problem, variant, *rest):
 @pytest.fixture
 def live(cuda, tmp_path, monkeypatch):
     """A live target whose worker can be made to run a variant that reads out of bounds."""
-    from ktune.search import live
+    from ktune.target import live
 
     (tmp_path / "wild_variant.py").write_text(WILD)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -902,7 +902,7 @@ def live(cuda, tmp_path, monkeypatch):
 
 @gpu
 def test_c110_search_ends_with_a_winner_where_most_exceed_shared_memory(live):
-    from ktune.search.storage import open_storage
+    from ktune.search.trials.storage import open_storage
 
     space = parse_space(TIGHT_SPACE, "tight.yaml")
     (problem,) = space.problem_set()

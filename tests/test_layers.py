@@ -17,6 +17,7 @@ FLOORS = [
     {"operations"},
     {"space", "codegen", "table"},
     {"runtime", "bench"},
+    {"target", "portfolio"},
     {"search"},
     {"report", "integrations"},
     {"cli"},

@@ -14,13 +14,13 @@ import pytest
 from helpers import Silent, one_search
 
 from ktune.operations import parse_problem
-from ktune.search import live
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
-from ktune.search.live import LiveTarget
-from ktune.search.storage import open_storage
+from ktune.search.trials.storage import open_storage
 from ktune.space import load_space
 from ktune.space.space import parse_space
+from ktune.target import live
+from ktune.target.live import LiveTarget
 
 PROBLEM = parse_problem("softmax m=13 n=100 dtype=float16")
 SPACE = """
@@ -180,7 +180,7 @@ def test_a_failure_to_compile_is_remembered_by_source_and_versions(space, faults
 PARENT = """
 import sys, signal
 from ktune.bench.worker import *
-from ktune.search import live
+from ktune.target import live
 live.MEASURE = "faulty_tasks:slow"
 from ktune.cli import main
 if sys.argv[1] == "exception":

@@ -23,10 +23,10 @@ from ktune.report.samplers import NEAR, Spread, quantile, try_samplers
 from ktune.search import campaign
 from ktune.search.campaign import HINTS
 from ktune.search.effort import SAMPLERS
-from ktune.search.recording import find_recording
-from ktune.search.replay import ReplayTarget
-from ktune.search.storage import open_storage
+from ktune.search.trials.storage import open_storage
 from ktune.space import load_space
+from ktune.target.recording import find_recording
+from ktune.target.replay import ReplayTarget
 
 SEEDS = 5
 SEEDED, BARE = Setting(), Setting(seeded=False)

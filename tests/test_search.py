@@ -22,15 +22,15 @@ from ktune.errors import RecordingError, StorageError
 from ktune.operations import operation, parse_problem
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
-from ktune.search.parameters import Axis
-from ktune.search.recording import RecordedProblem, Recording, find_recording, read_recording
-from ktune.search.replay import ReplayTarget
-from ktune.search.storage import open_storage
+from ktune.search.sampling.parameters import Axis
 from ktune.search.study import Ground
-from ktune.search.target import Spent
+from ktune.search.trials.storage import open_storage
 from ktune.search.winner import choose
 from ktune.space import Parameter, load_space
 from ktune.table import read_table, update_table
+from ktune.target.recording import RecordedProblem, Recording, find_recording, read_recording
+from ktune.target.replay import ReplayTarget
+from ktune.target.target import Spent
 from ktune.variant import Variant
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 60 << 20, 140)

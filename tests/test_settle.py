@@ -13,7 +13,7 @@ from ktune.errors import UsageError
 from ktune.operations import parse_problem
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort, parse_seconds
-from ktune.search.storage import open_storage
+from ktune.search.trials.storage import open_storage
 from ktune.space import load_space
 
 SIZES = (64, 256, 1024, 4096, 16384, 65536)

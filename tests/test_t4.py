@@ -16,9 +16,9 @@ from ktune.cli import cli
 from ktune.device import Device
 from ktune.errors import RecordingError
 from ktune.operations import parse_problem
-from ktune.search import t4
-from ktune.search.recording import RecordedProblem, Recording, find_recording, read_recording
-from ktune.search.t4 import FOREIGN_PROTOCOL, INVALIDITY, Origin, from_t4, to_t4
+from ktune.target import t4
+from ktune.target.recording import RecordedProblem, Recording, find_recording, read_recording
+from ktune.target.t4 import FOREIGN_PROTOCOL, INVALIDITY, Origin, from_t4, to_t4
 from ktune.variant import Variant
 
 H200 = Device("NVIDIA H200", "cuda", "sm_90", 132, 232_448, 60 << 20, 140)

@@ -123,3 +123,15 @@ def test_workers_die_with_a_killed_parent(tmp_path):
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(child)
+
+
+def test_a_warm_pool_has_started_and_says_nothing_of_it():
+    pool = Pool(2)
+    try:
+        pool.warm()
+        assert not len(pool)
+        pool.submit("one", Task(f"{HERE}:add", (1, 1)), 60)
+        assert pool.next() == ("one", 2)
+        assert pool.collect() == []
+    finally:
+        pool.close()

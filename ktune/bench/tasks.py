@@ -5,6 +5,7 @@ Every function takes and returns plain values, since it is called by name in ano
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable
@@ -44,6 +45,11 @@ VERIFY = "ktune.bench.tasks:verify_variant"
 FINALS = "ktune.bench.tasks:time_finals"
 ROOFS = "ktune.bench.tasks:measure_roofs"
 DEVICE = "ktune.bench.tasks:describe_device"
+
+
+def ready() -> None:
+    """Do nothing: what a worker needs is imported by now."""
+    importlib.import_module("triton")
 
 
 def compile_variant(problem: str, variant: str, device: dict[str, Any]) -> dict[str, Any]:

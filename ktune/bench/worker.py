@@ -29,6 +29,7 @@ from ktune.operations import operation, references
 
 START_S = 120.0
 """Seconds a new worker has to import what it needs."""
+READY = "ktune.bench.tasks:ready"
 
 
 class WorkerError(KtuneError):
@@ -151,6 +152,10 @@ class Worker:
         self._connection = ours
 
 
+class _Warm:
+    """The key of a task that only starts a worker."""
+
+
 class Pool:
     """Several workers; tasks go in by ``submit`` and come out, as they end, by ``next``.
 
@@ -165,7 +170,8 @@ class Pool:
         self._ended: deque[tuple[Any, Any]] = deque()
 
     def __len__(self) -> int:
-        return len(self._busy) + len(self._waiting) + len(self._ended)
+        busy = sum(not isinstance(key, _Warm) for key in self._busy)
+        return busy + len(self._waiting) + len(self._ended)
 
     @property
     def ended(self) -> bool:
@@ -181,6 +187,16 @@ class Pool:
     def deadline(self) -> float:
         """Monotonic time at which the first task is out of time; infinite if none runs."""
         return min((worker.deadline for worker in self._busy.values()), default=math.inf)
+
+    def warm(self) -> None:
+        """Start all workers now: their first task then need not wait for their imports."""
+        idle, self._idle = self._idle, []
+        for worker in idle:
+            try:
+                worker.start(Task(READY, ()), START_S)
+                self._busy[_Warm()] = worker
+            except WorkerDied:
+                self._idle.append(worker)
 
     def submit(self, key: Any, task: Task, timeout_s: float) -> None:
         """Queue a task under a key of your choice."""
@@ -216,7 +232,9 @@ class Pool:
         for key, worker in list(self._busy.items()):
             if worker.connection in ready or worker.deadline <= time.monotonic():
                 del self._busy[key]
-                self._ended.append((key, _outcome(worker)))
+                outcome = _outcome(worker)
+                if not isinstance(key, _Warm):
+                    self._ended.append((key, outcome))
                 self._idle.append(worker)
         self._feed()
 

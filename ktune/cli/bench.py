@@ -163,7 +163,7 @@ def _empty_bench(worker: Worker, op: str, index: int, rounds: int) -> Bench:
     from ktune.bench.timer import PROTOCOL
     from ktune.device import Device
     from ktune.report.bench import VERSIONS, Bench
-    from ktune.search.target import versions
+    from ktune.target.target import versions
 
     device = Device.from_dict(worker.call(DEVICE, index, timeout_s=START_LIMIT_S))
     below = worker.call(VERSIONS, index, timeout_s=START_LIMIT_S)

@@ -133,7 +133,7 @@ def run_race(request: Request, space: Space, problems: Sequence[Problem]) -> Rac
     from ktune.bench.autotune import autotune_problems
     from ktune.bench.timer import PROTOCOL
     from ktune.report.search_race import KTUNE, TRITON, Race
-    from ktune.search.target import versions
+    from ktune.target.target import versions
 
     device, below = _describe(request.index)
     references = _reference(request, space, problems, device)
@@ -258,7 +258,7 @@ def _reference(
     Raises:
         UsageError: the recording is of another device.
     """
-    from ktune.search.recording import find_recording
+    from ktune.target.recording import find_recording
 
     if request.reference is None:
         return {}

@@ -136,7 +136,7 @@ def _live(request: Request, index: int) -> list[Comparison]:
         time_lines,
         usual_problem,
     )
-    from ktune.search.live import LiveTarget
+    from ktune.target.live import LiveTarget
 
     target = LiveTarget([f"cuda:{index}"])
     try:

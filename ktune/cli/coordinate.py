@@ -17,9 +17,9 @@ from ktune.cli.console import note, warn
 from ktune.cli.plan import Part
 from ktune.device import Device
 from ktune.errors import TableError, UsageError
-from ktune.search.archive import team_name
 from ktune.search.campaign import Sink
-from ktune.search.fleet import (
+from ktune.search.trials.archive import team_name
+from ktune.search.trials.fleet import (
     COORDINATOR,
     DONE,
     PAUSED,
@@ -29,10 +29,10 @@ from ktune.search.fleet import (
     collect,
     keep_entries,
 )
-from ktune.search.storage import Heartbeat, PatientStorage, quiet_optuna
-from ktune.search.target import Target
+from ktune.search.trials.storage import Heartbeat, PatientStorage, quiet_optuna
 from ktune.space import read_space
 from ktune.table import Entry
+from ktune.target.target import Target
 
 if TYPE_CHECKING:
     from ktune.cli.session import Request

@@ -137,7 +137,7 @@ def _storage() -> str:
 
 
 def _recordings() -> list[dict[str, Any]]:
-    from ktune.search.recording import read_recording, shipped_recordings
+    from ktune.target.recording import read_recording, shipped_recordings
 
     found: list[dict[str, Any]] = []
     for name, paths in shipped_recordings().items():

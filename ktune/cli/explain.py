@@ -84,7 +84,7 @@ def named_devices(text: str) -> list[Device]:
         UsageError: there is none.
     """
     from ktune.device import COMPILE_TARGETS
-    from ktune.search.recording import read_recording, shipped_recordings
+    from ktune.target.recording import read_recording, shipped_recordings
 
     known, shipped = known_devices(), shipped_recordings()
     if text in COMPILE_TARGETS:

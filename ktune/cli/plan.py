@@ -12,8 +12,8 @@ from ktune.errors import NoDeviceError, UsageError
 
 if TYPE_CHECKING:
     from ktune.problem import Problem
-    from ktune.search.recording import Recording
     from ktune.space import Space
+    from ktune.target.recording import Recording
 
 AUTO, LIVE = "auto", "live"
 DEFAULT_RECORDING = "h200"
@@ -140,7 +140,7 @@ def open_recording(name: str, op: str, target: str) -> Recording:
         NoDeviceError: it was to stand in for a missing GPU and does not come with ktune.
         RecordingError: there is none.
     """
-    from ktune.search.recording import find_recording, shipped_recordings
+    from ktune.target.recording import find_recording, shipped_recordings
 
     shipped = shipped_recordings()
     if target == AUTO and not any(path.stem == op for path in shipped.get(name, [])):

@@ -18,7 +18,7 @@ from ktune.errors import KtuneError, RecordingError, UsageError
 if TYPE_CHECKING:
     from ktune.device import Device
     from ktune.problem import Problem
-    from ktune.search.recording import RecordedProblem, Recording
+    from ktune.target.recording import RecordedProblem, Recording
 
 RECORDING = "FILE|h200"
 ANY = click.Path(path_type=Path)
@@ -46,7 +46,7 @@ def open_recordings(target: str, op: str | None) -> list[tuple[Path, Recording]]
     Raises:
         RecordingError: there is none, or it cannot be read.
     """
-    from ktune.search.recording import find_recording, read_recording, shipped_recordings
+    from ktune.target.recording import find_recording, read_recording, shipped_recordings
 
     shipped = shipped_recordings()
     if target in shipped:
@@ -97,7 +97,7 @@ def export(
 
     Example: ktune recording export h200 t4 --op softmax
     """
-    from ktune.search.t4 import to_t4
+    from ktune.target.t4 import to_t4
 
     found = open_recordings(target, op)
     chosen = _chosen([known for _, known in found], problems)
@@ -155,7 +155,7 @@ def import_t4(
     Files that ktune exported say everything. Of files that another tuner wrote, the options say
     which problem and device the times are of, and what all configurations share.
     """
-    from ktune.search.t4 import Origin, from_t4
+    from ktune.target.t4 import Origin, from_t4
 
     origin = None
     if problems or device or settings:
@@ -215,7 +215,7 @@ def _problem(text: str) -> Problem:
 def _device(text: str) -> Device:
     """Return the device of a recording, or the GPU of this machine that the text names."""
     from ktune.device import device_of
-    from ktune.search.recording import shipped_recordings
+    from ktune.target.recording import shipped_recordings
 
     if text in shipped_recordings() or Path(text).is_file():
         return open_recordings(text, None)[0][1].device

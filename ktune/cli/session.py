@@ -24,18 +24,18 @@ from ktune.cli.summary import Finding, print_summary
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
 from ktune.problem import Problem
-from ktune.search.archive import family_name
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
-from ktune.search.live import LiveTarget
 from ktune.search.proof import prove
-from ktune.search.recording import Recording, read_recording
-from ktune.search.replay import ReplayTarget
 from ktune.search.result import Result, record
-from ktune.search.storage import MEMORY, is_shared, open_storage, quiet_optuna
-from ktune.search.target import Target
+from ktune.search.trials.archive import family_name
+from ktune.search.trials.storage import MEMORY, is_shared, open_storage, quiet_optuna
 from ktune.settings import masked
 from ktune.table import Entry, check_writable, read_table, update_table
+from ktune.target.live import LiveTarget
+from ktune.target.recording import Recording, read_recording
+from ktune.target.replay import ReplayTarget
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 STORAGE_ERRORS = (StorageError, optuna.exceptions.StorageInternalError, SQLAlchemyError)

@@ -16,9 +16,9 @@ from ktune.cli.judged import judged_dict, judged_table
 from ktune.cli.plan import Part
 from ktune.operations import operation
 from ktune.search.proof import Proof
-from ktune.search.replay import UNRECORDED
 from ktune.search.result import Result
-from ktune.search.target import Target
+from ktune.target.replay import UNRECORDED
+from ktune.target.target import Target
 
 FAILURES = tuple(status for status in STATUSES if status not in {"ok", "wrong"})
 CALLS = {

@@ -19,17 +19,26 @@ from ktune.cli.progress import Tracker, View, make_view
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, UsageError
 from ktune.problem import Problem
-from ktune.search.archive import team_name
 from ktune.search.campaign import Campaign
-from ktune.search.fleet import OPEN, PAUSED, Errand, Fleet, Part, Plan, keep_entries, open_campaigns
-from ktune.search.fleet import part_name as name_of_part
-from ktune.search.live import LiveTarget
-from ktune.search.replay import ReplayTarget
 from ktune.search.result import Result
-from ktune.search.storage import Heartbeat, PatientStorage, open_storage, quiet_optuna
-from ktune.search.target import Target
+from ktune.search.trials.archive import team_name
+from ktune.search.trials.fleet import (
+    OPEN,
+    PAUSED,
+    Errand,
+    Fleet,
+    Part,
+    Plan,
+    keep_entries,
+    open_campaigns,
+)
+from ktune.search.trials.fleet import part_name as name_of_part
+from ktune.search.trials.storage import Heartbeat, PatientStorage, open_storage, quiet_optuna
 from ktune.space import Space
 from ktune.table import Entry
+from ktune.target.live import LiveTarget
+from ktune.target.replay import ReplayTarget
+from ktune.target.target import Target
 
 POLL_S = 1.0
 """Seconds between two looks for campaigns."""

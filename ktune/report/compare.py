@@ -28,10 +28,10 @@ from ktune.errors import RecordingError, UsageError, VariantError
 from ktune.operations import operation, parse_problem
 from ktune.problem import Problem, Scalar, format_scalar
 from ktune.report import Line, Observation, Rescales, Strategy
-from ktune.search.recording import Recording
-from ktune.search.target import Target
 from ktune.space import Space
 from ktune.space.walk import distance
+from ktune.target.recording import Recording
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 OBSERVE = "ktune.report.compare:observe"

@@ -27,11 +27,11 @@ from ktune.problem import Problem
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
 from ktune.search.ground import Ground, Outcome
-from ktune.search.recording import Recording, find_recording
-from ktune.search.replay import ReplayTarget, kernel_of
 from ktune.search.result import Result
-from ktune.search.storage import MEMORY, open_storage
+from ktune.search.trials.storage import MEMORY, open_storage
 from ktune.space import Space, load_space
+from ktune.target.recording import Recording, find_recording
+from ktune.target.replay import ReplayTarget, kernel_of
 from ktune.variant import Variant
 
 SHARE = 0.10

@@ -16,26 +16,28 @@ from ktune.device import Device
 from ktune.errors import TableError
 from ktune.operations import operation
 from ktune.problem import Problem, separation
-from ktune.search.archive import Archive
 from ktune.search.effort import Effort
-from ktune.search.failures import Failures
 from ktune.search.ground import Ground, Outcome
 from ktune.search.held_out import judge
 from ktune.search.result import Listener, Result
+from ktune.search.sampling.sight import Hint
 from ktune.search.settle import settle
-from ktune.search.sight import Hint
-from ktune.search.storage import Heartbeat, PatientStorage, quiet_optuna
 from ktune.search.study import ProblemSearch
-from ktune.search.target import Target
+from ktune.search.trials.archive import Archive
+from ktune.search.trials.failures import Failures
+from ktune.search.trials.storage import Heartbeat, PatientStorage, quiet_optuna
 from ktune.search.winner import FINALISTS, Winner, choose
 from ktune.space import Space
 from ktune.table import Entry, Provenance
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 NEIGHBOURS = 3
 """Neighbouring problems whose winners are tried first."""
 HINTS = 8
 """Neighbouring problems whose outcomes guide the sampler."""
+NEAR = 1.05
+"""How much slower than the best a finalist may have been measured: more than times drift."""
 POLL_S = 0.5
 """Seconds between two looks at what other processes are measuring."""
 
@@ -342,9 +344,12 @@ class Campaign:
 
 
 def _finalists(outcome: Outcome, default: Variant) -> list[Variant]:
-    """Return the best few variants and the default, if it has a time."""
-    best = [text for text, _ in outcome.best()]
-    chosen = dict.fromkeys(best[:FINALISTS])
-    if default.text in best:
+    """Return the best few variants that are near the best, and the default, if it has a time."""
+    best = outcome.best()
+    near = [
+        text for text, m in best if (m.latency_ms or 0.0) <= NEAR * (best[0][1].latency_ms or 0)
+    ]
+    chosen = dict.fromkeys(near[:FINALISTS])
+    if any(text == default.text for text, _ in best):
         chosen[default.text] = None
     return [Variant.parse(default.op, text) for text in chosen]

@@ -10,7 +10,7 @@ from ktune.bench.tasks import COMPILE, COMPILER, INTERPRET, INTERPRETER
 from ktune.bench.worker import Pool, Task, WorkerError
 from ktune.problem import Problem
 from ktune.search.result import Result
-from ktune.search.target import Target
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 PROOF_LIMIT_S = 240.0

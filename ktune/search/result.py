@@ -11,12 +11,12 @@ from ktune.bench.measurement import Measurement
 from ktune.codegen import template_digest
 from ktune.problem import Problem
 from ktune.search.ground import Outcome
-from ktune.search.recording import RecordedProblem, Recording
-from ktune.search.target import Target
 from ktune.search.winner import Winner
 from ktune.table import Entry
 from ktune.table.entry import Covers
 from ktune.table.match import Match
+from ktune.target.recording import RecordedProblem, Recording
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ktune.bench.measurement import Measurement
+from ktune.portfolio.cover import LOSS, cover, shortlist
+from ktune.portfolio.regions import Region, by_problem, regions
 from ktune.problem import Problem
-from ktune.search.portfolio import LOSS, cover, shortlist
-from ktune.search.regions import Region, by_problem, regions
 from ktune.search.winner import LEAST_MARGIN, as_winner, beats
 from ktune.variant import Variant
 

@@ -24,16 +24,16 @@ from optuna.trial import FrozenTrial, TrialState
 from ktune.bench.measurement import Measurement
 from ktune.errors import KtuneError, StorageError
 from ktune.problem import Problem
-from ktune.search.archive import Archive, family_name, study_name
 from ktune.search.effort import AUTO
 from ktune.search.ground import Ground, Outcome
-from ktune.search.ledger import Ledger
-from ktune.search.parameters import Axes
-from ktune.search.samplers import make_chooser, make_sampler
-from ktune.search.sight import Hint, Sight
-from ktune.search.storage import Heartbeat, is_shared
-from ktune.search.target import Target
+from ktune.search.sampling.parameters import Axes
+from ktune.search.sampling.samplers import make_chooser, make_sampler
+from ktune.search.sampling.sight import Hint, Sight
+from ktune.search.trials.archive import Archive, family_name, study_name
+from ktune.search.trials.ledger import Ledger
+from ktune.search.trials.storage import Heartbeat, is_shared
 from ktune.space import distance
+from ktune.target.target import Target
 from ktune.variant import Variant
 
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)

@@ -10,8 +10,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ktune.bench.measurement import Measurement
-from ktune.search.parameters import Axes
-from ktune.search.storage import Heartbeat
+from ktune.search.sampling.parameters import Axes
+from ktune.search.trials.storage import Heartbeat
 from ktune.variant import Variant
 
 FEASIBLE = "has a time"

@@ -9,8 +9,8 @@ from optuna.trial import FrozenTrial
 
 from ktune.bench.measurement import Measurement
 from ktune.problem import Problem
-from ktune.search.target import Target
 from ktune.space import Space
+from ktune.target.target import Target
 
 
 def kind_name(target: Target) -> str:

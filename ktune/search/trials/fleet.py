@@ -26,13 +26,13 @@ from ktune.device import Device
 from ktune.errors import KtuneError, UsageError
 from ktune.operations import parse_problem
 from ktune.problem import Problem, short_hash
-from ktune.search.archive import study_name, team_name
 from ktune.search.effort import Effort
-from ktune.search.storage import Heartbeat, quiet_optuna
 from ktune.search.study import UNFINISHED
-from ktune.search.target import Target
+from ktune.search.trials.archive import study_name, team_name
+from ktune.search.trials.storage import Heartbeat, quiet_optuna
 from ktune.space import Space, parse_space
 from ktune.table import Entry
+from ktune.target.target import Target
 
 PREFIX = "campaign "
 OPEN, PAUSED, DONE = "open", "paused", "done"

@@ -6,8 +6,8 @@ import optuna
 from optuna.storages import BaseStorage
 
 from ktune.bench.measurement import Measurement
-from ktune.search.storage import is_shared
-from ktune.search.target import Target
+from ktune.search.trials.storage import is_shared
+from ktune.target.target import Target
 
 
 class Failures:

@@ -21,7 +21,7 @@ from ktune.bench.worker import Pool, Task, Worker, WorkerDied, WorkerError, Work
 from ktune.device import Device, cuda_available
 from ktune.errors import NoDeviceError, UsageError
 from ktune.problem import Problem
-from ktune.search.target import Spent, versions
+from ktune.target.target import Spent, versions
 from ktune.variant import Variant
 
 CPU = "cpu"
@@ -89,6 +89,7 @@ class LiveTarget:
         self._jobs: deque[_Job] = deque()
         cores = compilers or len(os.sched_getaffinity(0))
         self._pool = Pool(cores, environment)
+        self._pool.warm()
         self._submitted: dict[Key, tuple[Problem, Variant]] = {}
         self._resources: dict[Key, dict[str, Any]] = {}
         self._done: deque[tuple[Problem, Variant, Measurement]] = deque()

@@ -18,8 +18,8 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from ktune.errors import UsageError
 from ktune.search.effort import AUTO, SAMPLERS
-from ktune.search.sight import Sight, log_time
-from ktune.search.transfer import Transfer
+from ktune.search.sampling.sight import Sight, log_time
+from ktune.search.sampling.transfer import Transfer
 from ktune.space import distance
 from ktune.variant import Variant
 

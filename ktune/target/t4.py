@@ -23,11 +23,11 @@ from ktune.device import Device
 from ktune.errors import KtuneError, RecordingError
 from ktune.operations import parse_problem
 from ktune.problem import Problem, Scalar, format_fields
-from ktune.search.recording import RecordedProblem, Recording
 from ktune.space import Space, load_space
 from ktune.space.checks import pick
 from ktune.space.expressions import did_you_mean
 from ktune.space.walk import Walk
+from ktune.target.recording import RecordedProblem, Recording
 from ktune.variant import Variant
 
 SCHEMA_VERSION = "1.0.0"

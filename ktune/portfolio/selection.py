@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktune.errors import UsageError
-from ktune.search.losses import Loss
+from ktune.portfolio.losses import Loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from math import inf
 from ktune.device import Device
 from ktune.errors import UsageError
 from ktune.operations import operation
+from ktune.portfolio.losses import Grid, Times
+from ktune.portfolio.selection import Demand, at_most, greedy
 from ktune.problem import Problem
-from ktune.search.losses import Grid, Times
-from ktune.search.selection import Demand, at_most, greedy
 from ktune.table import Matcher, Table
 from ktune.table.match import Kind
 from ktune.table.region import couples_rows, unbatched

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ktune.bench.measurement import Measurement
 from ktune.problem import Problem, Scalar, separation
-from ktune.search.sight import Sight, log_time
+from ktune.search.sampling.sight import Sight, log_time
 from ktune.variant import Variant
 
 FloatArray = npt.NDArray[np.float64]

@@ -13,9 +13,9 @@ from math import isqrt
 
 from ktune.operations import operation
 from ktune.operations.base import next_power_of_two
+from ktune.portfolio.cover import LOSS, Cover
+from ktune.portfolio.losses import DRIFT, Grid, Times
 from ktune.problem import Problem
-from ktune.search.losses import DRIFT, Grid, Times
-from ktune.search.portfolio import LOSS, Cover
 from ktune.table.region import sizes_of
 
 

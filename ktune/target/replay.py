@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ktune.bench.measurement import Measurement
 from ktune.operations import operation
 from ktune.problem import Problem
-from ktune.search.recording import Recording
-from ktune.search.target import Spent
+from ktune.target.recording import Recording
+from ktune.target.target import Spent
 from ktune.variant import Variant
 
 UNRECORDED = "this variant is not in the recording"

@@ -1,0 +1,1 @@
+"""Few variants for many problems: pure functions over measurements."""

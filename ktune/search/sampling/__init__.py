@@ -1,0 +1,1 @@
+"""How a search chooses the next variant."""

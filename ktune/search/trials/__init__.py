@@ -1,0 +1,1 @@
+"""Where trials are kept: Optuna's storage, shared by processes and machines."""

@@ -1,0 +1,1 @@
+"""What a search runs against: GPUs of this machine, or a recording."""
