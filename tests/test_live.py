@@ -90,7 +90,7 @@ def statuses(outcome):
 @pytest.mark.slow
 def test_a_bad_variant_costs_one_trial(space, target, monkeypatch):
     monkeypatch.setattr(live, "MEASURE", "faulty_tasks:measure")
-    monkeypatch.setattr(live, "MEASURE_LIMIT_S", 3.0)
+    monkeypatch.setattr(live, "MEASURE_LIMIT_S", 8.0)
     monkeypatch.setattr("ktune.bench.worker.START_S", 10.0)
     results = Campaign(
         target, open_storage("memory"), lambda *_: None, Effort("full"), Silent()
@@ -192,6 +192,7 @@ if sys.argv[1] == "exception":
         find = ["pgrep", "-f", "^sleep " + os.environ["NAP"]]
         while subprocess.run(find, capture_output=True).returncode:
             time.sleep(0.2)
+        time.sleep(4)  # until the test has seen it
         raise RuntimeError("made up")
     live.LiveTarget._turn = fail
     del sys.argv[1]
