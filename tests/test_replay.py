@@ -68,9 +68,9 @@ def small_file(tmp_path_factory, twins):
     ("op", "setting", "median", "high", "worst", "evaluations"),
     [
         ("attention", SEEDED, 0.005, 0.02, 0.03, 5.0),
-        ("attention", BARE, 0.01, 0.09, 0.20, 8.0),
+        ("attention", BARE, 0.01, 0.09, 0.35, 6.5),
         ("softmax", SEEDED, 0.005, 0.02, 0.03, 3.5),
-        ("softmax", BARE, 0.005, 0.09, 0.16, 9.0),
+        ("softmax", BARE, 0.01, 0.09, 0.16, 6.5),
     ],
     ids=["attention", "attention-bare", "softmax", "softmax-bare"],
 )
@@ -93,11 +93,11 @@ def evaluations_with(monkeypatch, hints, winners):
     return statistics.fmean(path.until(NEAR) for s in sittings for path in s.paths)
 
 
-def test_hints_and_winners_of_neighbours_both_help(monkeypatch):
+def test_hints_and_the_winner_of_a_neighbour_both_help(monkeypatch):
     alone = evaluations_with(monkeypatch, 0, 0)
     hinted = evaluations_with(monkeypatch, HINTS, 0)
-    assert hinted < 0.9 * alone
-    assert figures("attention", BARE, "auto")[3] < 0.75 * hinted
+    assert hinted < 0.8 * alone
+    assert figures("attention", BARE, "auto")[3] < 0.9 * hinted
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -127,14 +127,14 @@ def test_the_first_tenth_of_an_exam_is_a_search_of_a_tenth(twins, sampler):
 @pytest.mark.parametrize("compilers", [1, 16])
 @pytest.mark.parametrize("sampler", ["auto", "random", "tpe"])
 def test_a_budget_is_kept_in_simulated_seconds(twins, sampler, compilers):
-    sitting = twins.sit(Setting(compilers=compilers, budget_s=40.0), sampler, seed=0)
-    assert 30 <= sitting.total_s <= 40 + 2 * 3  # what is on its way at the end is awaited
+    sitting = twins.sit(Setting(compilers=compilers, budget_s=6.0), sampler, seed=0)
+    assert 5 <= sitting.total_s <= 6 + 2  # what is on its way at the end is awaited
     assert all(path.regrets for path in sitting.paths)
 
 
 def test_more_compile_workers_take_less_time(twins):
     one, many = (twins.sit(Setting(n, trials=30), "random", seed=0).total_s for n in (1, 16))
-    assert many < one / 4
+    assert many < 0.8 * one  # the rest is timing
 
 
 def test_seeds_of_the_yaml_file_can_be_left_out(twins):
