@@ -165,9 +165,9 @@ def _empty_bench(worker: Worker, op: str, index: int, rounds: int) -> Bench:
     from ktune.report.bench import VERSIONS, Bench
     from ktune.target.target import versions
 
-    device = Device.from_dict(worker.call(DEVICE, index, timeout_s=START_LIMIT_S))
+    device = Device.from_dict(worker.call(DEVICE, f"cuda:{index}", timeout_s=START_LIMIT_S))
     below = worker.call(VERSIONS, index, timeout_s=START_LIMIT_S)
-    roofs = worker.call(ROOFS, index, timeout_s=START_LIMIT_S)
+    roofs = worker.call(ROOFS, f"cuda:{index}", timeout_s=START_LIMIT_S)
     found = {**versions(), **below, "ktune": __version__}
     day = datetime.now(UTC).date().isoformat()
     return Bench(op, device, PROTOCOL, day, rounds, found, roofs)

@@ -33,8 +33,8 @@ from ktune.target.target import Target
 from ktune.variant import Variant
 
 NEIGHBOURS = 1
-"""Neighbouring problems whose winners are tried first. Without the seeds of the YAML files, one took
-auto 4.6 evaluations to come within 2 % (attention, H200), none 6.4, three 6.8: each is a trial."""
+"""Neighbouring problems whose winners are tried first; each costs a trial. Without the seeds of the
+YAML files, auto took 4.6 evaluations to 2 % with one (attention, H200), 6.4 with none, 6.8 with 3."""
 HINTS = 8
 """Neighbouring problems whose outcomes guide the sampler."""
 NEAR = 1.05
@@ -238,6 +238,8 @@ class Campaign:
         self.results.append(result)
         self._searches[problem.text] = search
         share = (effort.budget_s - target.now()) / max(self._left, 1)
+        if effort.level != "full":
+            share = min(share, space.budget.timeout_s)
         return _Active(search, result, target.now() + share)
 
     def enough(self, result: Result) -> bool:
