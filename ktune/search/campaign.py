@@ -34,7 +34,8 @@ from ktune.variant import Variant
 
 NEIGHBOURS = 1
 """Neighbouring problems whose winners are tried first; each costs a trial. Without the seeds of the
-YAML files, auto took 4.6 evaluations to 2 % with one (attention, H200), 6.4 with none, 6.8 with 3."""
+YAML files, auto took 4.6 evaluations to 2 % with one (attention, H200), 6.4 with none, 6.8 with
+three."""
 HINTS = 8
 """Neighbouring problems whose outcomes guide the sampler."""
 NEAR = 1.05
