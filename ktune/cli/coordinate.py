@@ -35,7 +35,7 @@ from ktune.table import Entry
 from ktune.target.target import Target
 
 if TYPE_CHECKING:
-    from ktune.cli.session import Request
+    from ktune.cli.request import Request
 
 ABANDONED_S = 60.0
 """How long to wait for another worker where one has left before its device was done."""

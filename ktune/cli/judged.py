@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ktune.cli.console import number, short_names, table
 
 if TYPE_CHECKING:
-    from ktune.cli.summary import Finding
+    from ktune.cli.finding import Finding
 
 
 def judged_table(op: str, judged: Sequence[Finding]) -> Any:

@@ -125,7 +125,8 @@ def search(
     Without a GPU, recorded times of an NVIDIA H200 answer, and the winners are compiled for it
     and checked in Triton's interpreter here.
     """
-    from ktune.cli.session import Request, run_search
+    from ktune.cli.request import Request
+    from ktune.cli.session import run_search
 
     if exhaustive:
         if trials is not None:

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
@@ -17,15 +16,16 @@ from ktune import settings
 from ktune.cli import INTERRUPTED, check_interrupt
 from ktune.cli.console import note, warn
 from ktune.cli.coordinate import make_coordinator
+from ktune.cli.finding import Finding
 from ktune.cli.options import CPU, first_line
 from ktune.cli.plan import AUTO, LIVE, Part, make_parts, recording_name
 from ktune.cli.progress import Tracker, make_view
-from ktune.cli.summary import Finding, print_summary
+from ktune.cli.request import Request
+from ktune.cli.summary import print_summary
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
 from ktune.problem import Problem
 from ktune.search.campaign import Campaign
-from ktune.search.effort import Effort
 from ktune.search.proof import prove
 from ktune.search.result import Result, record
 from ktune.search.trials.archive import family_name
@@ -39,26 +39,6 @@ from ktune.target.target import Target
 from ktune.variant import Variant
 
 STORAGE_ERRORS = (StorageError, optuna.exceptions.StorageInternalError, SQLAlchemyError)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the command line asks for; None where the default holds."""
-
-    spaces: tuple[str, ...]
-    problems: tuple[str, ...]
-    target: str
-    devices: tuple[str, ...]
-    effort: Effort
-    storage: str | None
-    table: Path | None
-    fresh: bool
-    record: Path | None
-    held_out: tuple[str, ...]
-    proof: bool
-    quiet: bool
-    as_json: bool
-    local: bool = True
 
 
 def run_search(request: Request) -> int:

@@ -18,11 +18,11 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
+from ktune.bench.worker import Pool, WorkerError
+from ktune.bench.worker import Task as WorkerTask
 from ktune.report.exam import SHARE, SLOW, Paper, Path, Setting, Sitting, desk, sit
 
 SCHEMA = 1
@@ -245,9 +245,12 @@ def try_samplers(
     ]
     work.sort(key=lambda task: task[2] not in SLOW)  # the longest first, to end together
     found: dict[tuple[Paper, Setting, str], list[Sitting]] = {}
+    sittings: dict[Task, Sitting] = {}
     for done, (task, sitting) in enumerate(_sittings(work, jobs), 1):
-        found.setdefault(task[:3], []).append(sitting)
+        sittings[task] = sitting
         say(f"{done} of {len(work)} searches")
+    for task in work:
+        found.setdefault(task[:3], []).append(sittings[task])
     trials = [_trials(paper) for paper in papers]
     for each in trials:
         for setting in settings:
@@ -261,23 +264,29 @@ def try_samplers(
 
 
 Task = tuple[Paper, Setting, str, int]
+SIT = "ktune.report.exam:sit"
+LIMIT_S = 3600.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment of a process that leaves the other cores to the others."""
 
 
 def _sittings(work: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Sitting]]:
-    """Yield the search of each task, in the tasks' order."""
+    """Yield the search of each task, as they end."""
     if jobs == 1:
         for task in work:
             yield task, sit(*task)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread) as pool:
-        yield from zip(work, pool.map(sit, *zip(*work, strict=True), chunksize=1), strict=True)
-
-
-def _one_thread() -> None:
-    """Leave the other cores to the other processes."""
-    import torch
-
-    torch.set_num_threads(1)
+    pool = Pool(jobs, ONE_THREAD)
+    try:
+        for task in work:
+            pool.submit(task, WorkerTask(SIT, task), LIMIT_S)
+        for _ in work:
+            task, sitting = pool.next()
+            if isinstance(sitting, WorkerError):
+                raise sitting
+            yield task, sitting
+    finally:
+        pool.close()
 
 
 def all_cores() -> int:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ktune.search.result import Result, Searched
 from ktune.search.winner import FINALISTS
 from ktune.table import Matcher, Table
 from ktune.variant import Variant
 
-if TYPE_CHECKING:
-    from ktune.search.campaign import Campaign
-from ktune.search.result import Result
 
-
-def judge(campaign: Campaign, results: Sequence[Result]) -> None:
+def judge(campaign: Searched, results: Sequence[Result]) -> None:
     """Time, on each problem held out, the table's pick beside the problem's own best variants.
 
     The table is the one that this campaign's other problems make. Fills ``pick``, ``samples``

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ktune.bench.measurement import Measurement
 from ktune.codegen import template_digest
 from ktune.problem import Problem
-from ktune.search.ground import Outcome
+from ktune.search.effort import Effort
+from ktune.search.ground import Ground, Outcome
 from ktune.search.winner import Winner
 from ktune.table import Entry
 from ktune.table.entry import Covers
@@ -36,6 +37,26 @@ class Listener(Protocol):
 
     def settled(self, op: str, results: Sequence[Result]) -> None:
         """The variants that stand for all problems of an operation are chosen."""
+
+
+class Searched(Protocol):
+    """A campaign after its searches: it measures on, and makes entries.
+
+    Attributes:
+        grounds: what is legal, by problem text.
+        results: of all problems, in order.
+    """
+
+    target: Target
+    effort: Effort
+    grounds: dict[str, Ground]
+    results: list[Result]
+
+    def measure(self, wanted: Mapping[str, Sequence[Variant]]) -> None:
+        """Measure variants of problems that were searched, by problem text, if time is left."""
+
+    def entry(self, result: Result, variant: Variant, winner: Winner) -> Entry:
+        """Return the table's entry of a problem."""
 
 
 @dataclass(slots=True)

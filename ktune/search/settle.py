@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ktune.bench.measurement import Measurement
 from ktune.portfolio.cover import LOSS, cover, shortlist
 from ktune.portfolio.regions import Region, by_problem, regions
 from ktune.problem import Problem
+from ktune.search.result import Result, Searched
 from ktune.search.winner import LEAST_MARGIN, as_winner, beats
 from ktune.variant import Variant
 
-if TYPE_CHECKING:
-    from ktune.search.campaign import Campaign
-from ktune.search.result import Result
 
-
-def settle(campaign: Campaign, results: Sequence[Result]) -> list[Result]:
+def settle(campaign: Searched, results: Sequence[Result]) -> list[Result]:
     """Choose the variants that stand for one operation's problems; change results and entries.
 
     Args:
@@ -54,7 +50,7 @@ def settle(campaign: Campaign, results: Sequence[Result]) -> list[Result]:
     return won
 
 
-def _give(campaign: Campaign, result: Result, home: Region | None) -> None:
+def _give(campaign: Searched, result: Result, home: Region | None) -> None:
     """Let the region's variant have the problem, if it holds in finals of its own."""
     assert result.entry is not None and result.winner is not None
     if home is None:
@@ -67,7 +63,7 @@ def _give(campaign: Campaign, result: Result, home: Region | None) -> None:
     result.entry = campaign.entry(result, picked, result.winner)
 
 
-def _replace(campaign: Campaign, result: Result, own: Variant, picked: Variant) -> bool:
+def _replace(campaign: Searched, result: Result, own: Variant, picked: Variant) -> bool:
     """Time the region's variant against the own winner and the default; return whether it won."""
     problem, target = result.problem, campaign.target
     contenders = list(dict.fromkeys([picked, own, result.default]))
