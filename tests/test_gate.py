@@ -609,3 +609,53 @@ def test_attention_with_tf32_passes_and_the_switch_is_put_back():
     verdict = Gate(torch.device("cuda", 0)).prove(problem, variant)
     assert verdict.passed, verdict.detail
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+# --- the whole search ---------------------------------------------------------------------------
+
+FAULTY_SPACE = """
+schema: 1
+operation: gate_operation:SCORES
+summary: One right variant among faulty ones.
+parameters:
+  template: {{choices: [{templates}]}}
+problems:
+  default: [{{m: 64, n: 384, dtype: float32}}]
+"""
+
+
+@pytest.mark.slow
+def test_no_faulty_variant_wins_a_live_search(scores, monkeypatch, tmp_path):
+    """All in real workers: the right one is the default neither in name nor in speed."""
+    from helpers import Silent
+
+    from ktune.search.campaign import Campaign
+    from ktune.search.effort import Effort
+    from ktune.search.trials.storage import open_storage
+    from ktune.space import parse_space
+    from ktune.target.live import LiveTarget
+
+    monkeypatch.setenv("KTUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        type(scores), "default_variant", lambda self, problem, device: variant("nothing")
+    )
+    names = ["nothing", "half", "off", "ragged", "racing", "past", "input", "once", "raises"]
+    templates = ", ".join(f"'{name}'" for name in [*names, "large", "right"])
+    space = parse_space(FAULTY_SPACE.format(templates=templates), "faulty.yaml")
+    kept = []
+    target = LiveTarget(["cpu"], compilers=1)
+    try:
+        campaign = Campaign(
+            target,
+            open_storage("memory"),
+            lambda entries, device: kept.extend(entries),
+            Effort("full"),
+            Silent(),
+        )
+        (result,) = campaign.run([(space, space.problem_set()[0])])
+    finally:
+        target.close()
+    statuses = {text: m.status for text, m in result.outcome.measurements.items()}
+    assert statuses.pop("right") == "ok" and statuses.pop("raises") == "crashed"
+    assert set(statuses.values()) == {"wrong"} and len(statuses) == 9
+    assert {entry.variant.text for entry in kept} == {"right"}

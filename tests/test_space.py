@@ -321,6 +321,12 @@ def test_a_users_own_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("seeds:", "schema: 1\nseeds:", "16:1: schema: stands twice; first in line 1"),
         (
+            "[one_tile, streaming]",
+            "[one_tile, streaming, off]",
+            "4:44: parameters.template.choices[2]: names a template, but YAML reads it as False; "
+            "put it in quotes",
+        ),
+        (
             "block_m: {choices",
             "yes: {choices",
             "5:3: parameters.yes: a key must be text; write 'yes' in quotes",

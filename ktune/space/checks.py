@@ -153,6 +153,11 @@ def _parameters(document: Document, scope: _Scope) -> list[Issue]:
     if parameters and TEMPLATE not in parameters:
         message = f"the parameter {TEMPLATE!r} is missing: its choices name the template files"
         issues.append(document.issue(("parameters",), message, at_key=True))
+    for index, choice in enumerate(_list(document, "parameters", TEMPLATE, "choices")):
+        if not isinstance(choice, str):
+            at: Trail = ("parameters", TEMPLATE, "choices", index)
+            message = f"names a template, but YAML reads it as {choice!r}; put it in quotes"
+            issues.append(document.issue(at, message))
     for name in parameters:
         reason = _bad_name(name, scope)
         if reason:
