@@ -323,7 +323,7 @@ def test_a_users_own_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "[one_tile, streaming]",
             "[one_tile, streaming, off]",
-            "4:44: parameters.template.choices[2]: names a template, but YAML reads it as False; "
+            "4:45: parameters.template.choices[2]: names a template, but YAML reads it as False; "
             "put it in quotes",
         ),
         (
