@@ -86,7 +86,7 @@ def bench(
         benches = [b for b in read_benches(stored) if not ops or b.op in ops]
     else:
         names = None if against is None else [w.strip() for w in against.split(",") if w.strip()]
-        recording_name(LIVE, [device] if device else [])
+        recording_name(LIVE, [device] if device else [], replayable=False)
         benches = _measure(ops, problems, names, parse_device(device), rounds)
     if as_json:
         emit("bench", {"benchmarks": [bench.to_dict() for bench in benches]})

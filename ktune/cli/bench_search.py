@@ -109,7 +109,7 @@ def bench_search(
 
     Example: ktune bench search softmax --problems baseline --limit 1800
     """
-    recording_name(LIVE, [device])
+    recording_name(LIVE, [device], replayable=False)
     options = [*(["--effort", effort] if effort else [])]
     options += ["--trials", str(trials)] if trials else []
     request = Request(op, parse_device(device), rounds, top, limit, tuple(options), reference)

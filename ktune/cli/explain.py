@@ -149,11 +149,17 @@ WHY = {
 }
 
 
+def _why(explanation: Explanation) -> str:
+    if explanation.kind == "exact" and explanation.ignored:
+        return "an entry of this problem but for its batch"
+    return WHY[explanation.kind]
+
+
 def _lines(explanation: Explanation, document: dict[str, Any]) -> list[str]:
     rows = [
         ("problem", explanation.problem.text),
         ("device", explanation.device.key),
-        ("match", f"{explanation.kind}: {WHY[explanation.kind]}"),
+        ("match", f"{explanation.kind}: {_why(explanation)}"),
         ("variant", explanation.variant.text),
     ]
     if explanation.ignored:
@@ -175,12 +181,13 @@ def _entry_rows(explanation: Explanation) -> list[tuple[str, str]]:
     numbers = entry.provenance
     how = f"replayed from {numbers.replayed_from}" if numbers.replayed_from else "measured here"
     versions = ", ".join(f"{name} {value}" for name, value in sorted(numbers.versions.items()))
+    there = "" if entry.problem == explanation.problem else " for the entry's own problem"
     rows = [("entry", entry.problem.text)]
     if explanation.kind == "region":
         rows.append(("covers", describe(entry)))
     rows += [
         ("table", str(explanation.table)),
-        ("time", f"{numbers.latency_ms:.4g} ms, {numbers.margin:.1%} less than the default"),
+        ("time", f"{numbers.latency_ms:.4g} ms{there}, {numbers.margin:.1%} less than the default"),
         ("taken", f"{numbers.measured}, {how}, {numbers.protocol}, {versions}"),
     ]
     for name, (measured, here) in explanation.other_versions.items():

@@ -83,7 +83,7 @@ class Finding:
             "legal": result.outcome.legal,
             "outcomes": dict(self.counts),
             "rejected": result.outcome.rejected,
-            "loss": round(result.loss, 5),
+            "loss": round(max(result.loss, 0.0), 5),
             "covers": {name: list(ends) for name, ends in result.covers.items()},
             "margin_interval": winner.interval if winner else None,
             "saved": self.saved,

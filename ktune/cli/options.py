@@ -89,7 +89,7 @@ def parse_device(text: str) -> int:
     """
     digits = text.removeprefix("cuda").removeprefix(":") or "0"
     if not digits.isdecimal() or text.endswith(":"):
-        raise UsageError(f"--device {text!r} is not understood; write cuda:0")
+        raise UsageError(f"the device {text!r} is not understood; write cuda:0")
     return int(digits)
 
 
@@ -111,6 +111,8 @@ def parse_devices(text: str | None) -> tuple[str, ...]:
         return tuple(f"cuda:{index}" for index in range(count))
     if text == CPU:
         return (CPU,)
+    if not text.strip():
+        raise UsageError("--devices is empty; write cuda:0, cuda:0,cuda:1, all or cpu")
     return tuple(dict.fromkeys(f"cuda:{parse_device(part)}" for part in text.split(",")))
 
 

@@ -44,7 +44,7 @@ class Part:
         return [*self.problems, *self.held_out]
 
 
-def recording_name(target: str, devices: Sequence[str]) -> str | None:
+def recording_name(target: str, devices: Sequence[str], replayable: bool = True) -> str | None:
     """Return the recording that answers, by name or path; None for a GPU of this machine.
 
     Raises:
@@ -65,9 +65,10 @@ def recording_name(target: str, devices: Sequence[str]) -> str | None:
     if list(devices) == [CPU]:
         return None
     if not cuda_available():
+        instead = f"Search a recorded device instead: --target {DEFAULT_RECORDING}; or c"
         raise NoDeviceError(
-            "no GPU: PyTorch sees no CUDA or ROCm device on this machine. Search a recorded "
-            f"device instead: --target {DEFAULT_RECORDING}; or check the driver: ktune doctor"
+            "no GPU: PyTorch sees no CUDA or ROCm device on this machine. "
+            f"{instead if replayable else 'C'}heck the driver: ktune doctor"
         )
     return None
 
@@ -88,15 +89,24 @@ def make_parts(
         target: as the user wrote it, for messages.
         held_out: problem sets and texts to judge the table by.
     """
+    from ktune.codegen.render import template_variables
+
     spaces = [find_space(name) for name in dict.fromkeys(names)]
+    for space in spaces:
+        for template in space.templates:
+            template_variables(space.op, template)  # says so if there is no such file
     if twice := {s.op for s in spaces if sum(t.op == s.op for t in spaces) > 1}:
         raise UsageError(f"two spaces of {', '.join(twice)} in one search; give one at a time")
     chosen = choose_problems(spaces, wanted)
     judged = choose_problems(spaces, held_out) if held_out else {}
     parts = []
     for space in spaces:
-        problems = chosen[space.op]
-        apart = [p for p in judged.get(space.op, []) if p not in problems]
+        problems, apart = chosen[space.op], judged.get(space.op, [])
+        if both := [p.text for p in apart if p in problems]:
+            raise UsageError(
+                "--held-out names problems that are to be tuned too, and so cannot judge:\n  "
+                + "\n  ".join(both)
+            )
         if problems and recording is None:
             parts.append(Part(space, problems, None, held_out=apart))
         elif problems:

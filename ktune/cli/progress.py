@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,7 +132,7 @@ class State:
     default: str
     done: int = 0
     goal: int = 0
-    invalid: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
     best_ms: float | None = None
     best: str = ""
     default_ms: float | None = None
@@ -140,7 +141,7 @@ class State:
         """Count a measurement; return whether it is the best so far."""
         latency = measurement.latency_ms
         if not measurement.ok or latency is None:
-            self.invalid += 1
+            self.bad[measurement.status] += 1
             return False
         if variant == self.default:
             self.default_ms = latency
@@ -153,8 +154,7 @@ class State:
     def text(self) -> str:
         """One line: trials, invalid ones, the best time and variant."""
         parts = [f"{self.problem} {self.done}/{self.goal} trials"]
-        if self.invalid:
-            parts.append(f"{self.invalid} invalid")
+        parts += [f"{count} {status.replace('_', ' ')}" for status, count in self.bad.items()]
         if self.best_ms is not None:
             gain = f" ({self.default_ms / self.best_ms:.2f}x default)" if self.default_ms else ""
             parts += [f"best {self.best_ms:.4g} ms{gain}", self.best]
@@ -214,7 +214,8 @@ class Tracker:
         variants = {result.winner.text for result in results if result.winner}
         worst = max(result.loss for result in results)
         self._view.line(
-            f"{op}: {len(variants)} variants stand for {len(results)} problems, "
+            f"{op}: {_count(len(variants), 'variant stands', 'variants stand')} for "
+            f"{_count(len(results), 'problem', 'problems')}, "
             f"at most {max(worst, 0.0):.1%} slower than each problem's own best"
         )
 
@@ -238,3 +239,7 @@ class Tracker:
         self._view.step(self._proofs, self._proof_goal, text, False)
         verdict = f"FAILED: {proof.detail}" if proof.detail else "ok"
         self._view.line(f"{text} {proof.problem.text}  {proof.variant.text}  {verdict}")
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from ktune.cli.options import common, parse_devices
 from ktune.search.effort import LEVELS, SAMPLERS, Effort, Level, parse_seconds
@@ -53,12 +54,21 @@ Examples:
     help="Share of each problem's legal variants to measure: a tenth, a quarter, all.",
 )
 @click.option("--trials", type=click.IntRange(1), help="Measurements for each problem instead.")
-@click.option("--budget", metavar="10m", help="Time for all problems together: 90s, 10m, 1h.")
+@click.option(
+    "--budget",
+    metavar="10m",
+    help="Time to measure variants of all problems: 90s, 10m, 1h; finals come on top. In a replay, "
+    "the recorded machine's time.",
+)
 @click.option(
     "--sampler", type=click.Choice(SAMPLERS), default="auto", show_default=True, help=SAMPLER_HELP
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampler.")
-@click.option("--max-variants", type=click.IntRange(1), help="Most variants for an operation.")
+@click.option(
+    "--max-variants",
+    type=click.IntRange(1),
+    help="Most variants for an operation, even where the default one is faster.",
+)
 @click.option(
     "--batch-invariant", is_flag=True, help="One variant for all batch sizes: see the README."
 )
@@ -129,8 +139,11 @@ def search(
     from ktune.cli.session import run_search
 
     if exhaustive:
-        if trials is not None:
-            raise click.UsageError("--exhaustive measures every variant; leave out --trials")
+        source = ctx.get_parameter_source("effort")
+        if trials is not None or (source == ParameterSource.COMMANDLINE and effort != "full"):
+            raise click.UsageError(
+                "--exhaustive measures every variant; leave out --trials and --effort"
+            )
         effort = "full"
     request = Request(
         spaces=spaces,

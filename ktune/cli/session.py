@@ -24,6 +24,7 @@ from ktune.cli.request import Request
 from ktune.cli.summary import print_summary
 from ktune.device import Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
+from ktune.portfolio.selection import fewest
 from ktune.problem import Problem
 from ktune.search.campaign import Campaign
 from ktune.search.proof import prove
@@ -94,6 +95,7 @@ class Session:
         for part in own:
             with self._target(part) as target:
                 self._check_recording(target)
+                self._check_limit(part, target)
                 if self._request.fresh:
                     forget(self._storage, part, target)
                 targets[part.space.op] = target
@@ -160,6 +162,13 @@ class Session:
                     f"{self._request.record} is of {what} {has}, and this search is of {is_now}; "
                     "name another file"
                 )
+
+    def _check_limit(self, part: Part, target: Target) -> None:
+        """Raise UsageError, before anything is measured, if so few variants cannot do."""
+        limit = self._request.effort.max_variants
+        if limit is not None:
+            legal = [part.space.variants(problem, target.device) for problem in part.problems]
+            fewest([{variant.text for variant in variants} for variants in legal], limit)
 
     def _search(self, part: Part) -> None:
         """Search a part's problems; if the storage fails on the way, go on without it."""
@@ -288,8 +297,8 @@ class Session:
         holes = sum(finding.unrecorded for finding in self.findings)
         if holes:
             warn(
-                f"{holes} variants are not in the recording and count as failed: the search space "
-                "has changed since it was taken"
+                f"{holes} variants are not in the recording and count as failed: it was not taken "
+                "exhaustively, or the search space has changed since"
             )
 
 

@@ -47,7 +47,10 @@ def operation(name: str) -> Operation:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"cannot import operation {name!r}: {error}") from error
+        raise UsageError(
+            f"cannot import operation {name!r}: {error}. Its module must be installed, or its "
+            "folder be in PYTHONPATH"
+        ) from error
     if not isinstance(found, Operation):
         raise UsageError(f"{name!r} is a {type(found).__name__}, not a ktune Operation")
     register(found)

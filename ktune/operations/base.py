@@ -134,6 +134,14 @@ class Operation(ABC):
         A variant that is legal for one problem of a bucket must be legal for all.
         """
 
+    def access(self, problem: Problem) -> Scalar:
+        """Return what, beside the structure, decides how a kernel may read its inputs.
+
+        Problems that differ in it share no entry unless it is exact: a winner for rows of whole
+        16-byte words is none for odd ones. By default nothing does.
+        """
+        return ""
+
     def serves(self, problem: Problem, variant: Variant, tuned: Problem) -> bool:
         """Return whether a variant tuned for a problem of another structure may be used here.
 

@@ -123,8 +123,9 @@ class Grid:
 
 
 def _group(problem: Problem) -> Hashable:
-    structure = operation(problem.op).structure(problem)
-    return tuple(flags_of(problem).items()), tuple(sorted(structure.items()))
+    op = operation(problem.op)
+    structure = tuple(sorted(op.structure(problem).items()))
+    return tuple(flags_of(problem).items()), structure, op.access(problem)
 
 
 def _ms(measurement: Measurement) -> float:

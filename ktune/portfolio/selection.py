@@ -57,12 +57,7 @@ def at_most(demands: Sequence[Demand], limit: int) -> list[str]:
     levels = sorted({worst for d in demands for worst, _ in d.options.values()})
     selected = greedy(demands, levels[-1])
     if len(selected) > limit:
-        selected = _fewest([set(demand.options) for demand in demands])
-        if len(selected) > limit:
-            raise UsageError(
-                f"{limit} variants cannot serve all problems: too few are legal on several of "
-                f"them. The least possible is {len(selected)}"
-            )
+        selected = fewest([set(demand.options) for demand in demands], limit)
     low, high = 0, len(levels) - 1
     while low < high:
         middle = (low + high) // 2
@@ -88,6 +83,21 @@ def _improved(demands: Sequence[Demand], selected: list[str], limit: int) -> lis
             break
         selected = [*selected, best]
     return selected
+
+
+def fewest(options: Sequence[set[str]], limit: int) -> list[str]:
+    """Return a smallest set that meets every set of options.
+
+    Raises:
+        UsageError: it has more than ``limit`` members.
+    """
+    found = _fewest(options)
+    if len(found) > limit:
+        raise UsageError(
+            f"{limit} variant{'s' * (limit != 1)} cannot serve all problems: too few are legal on "
+            f"several of them. The least possible is {len(found)}"
+        )
+    return found
 
 
 def _fewest(options: Sequence[set[str]]) -> list[str]:

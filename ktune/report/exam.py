@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from ktune.bench.measurement import Measurement
+from ktune.errors import RecordingError
 from ktune.problem import Problem
 from ktune.search.campaign import Campaign
 from ktune.search.effort import Effort
@@ -265,6 +266,8 @@ def desk(paper: Paper) -> Desk:
     listed = {p.text: p for problems in space.problems.values() for p in problems}
     ordered = [p for text, p in listed.items() if text in recording.problems]
     ordered += [parse_problem(text) for text in recording.problems if text not in listed]
+    if not ordered:
+        raise RecordingError(f"the recording of {recording.title} holds no problems")
     return Desk.of(recording, space, ordered)
 
 

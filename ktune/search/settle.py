@@ -11,6 +11,7 @@ is wrong on the problem, or that the default beats beyond the noise, does not ge
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from ktune.bench.measurement import Measurement
@@ -45,17 +46,23 @@ def settle(campaign: Searched, results: Sequence[Result]) -> list[Result]:
     campaign.measure({problem.text: variants for problem, variants in missing.items()})
     chosen = cover(known, LOSS, effort.max_variants, effort.batch_invariant)
     homes = by_problem(regions(known, chosen))
+    uses = Counter(home.variant for home in homes.values())
     for result in won:
-        _give(campaign, result, homes.get(result.problem.text))
+        home = homes.get(result.problem.text)
+        if home is not None:
+            _give(campaign, result, home, alone=uses[home.variant] == 1)
     return won
 
 
-def _give(campaign: Searched, result: Result, home: Region | None) -> None:
-    """Let the region's variant have the problem, if it holds in finals of its own."""
+def _give(campaign: Searched, result: Result, home: Region, alone: bool) -> None:
+    """Let the region's variant have the problem, if it holds in finals of its own.
+
+    One that would stand for this problem alone saves nothing: then the winner of the finals stays.
+    """
     assert result.entry is not None and result.winner is not None
-    if home is None:
-        return
     own, picked = result.entry.variant, Variant.parse(result.problem.op, home.variant)
+    if alone:
+        picked = own
     if picked != own and not _replace(campaign, result, own, picked):
         return
     result.covers = dict(home.covers)

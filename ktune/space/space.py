@@ -88,6 +88,12 @@ class Space:
         constraints = [c.require.text for c in self.constraints]
         return short_hash("\n".join([self.op, *parameters, *constraints]))
 
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """The template files' names."""
+        (parameter,) = [p for p in self.parameters if p.name == "template"]
+        return tuple(str(choice) for choice in parameter.choices)
+
     def variants(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
         """Return every legal variant, in file order."""
         legal = self._walk(problem, device).legal()

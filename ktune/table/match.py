@@ -220,7 +220,7 @@ class _Index:
         self._exact: dict[Problem, list[Entry]] = {}
         self._regions: dict[Hashable, list[Entry]] = {}
         self._alike: dict[Hashable, list[Entry]] = {}
-        self._buckets: dict[Problem, list[Entry]] = {}
+        self._buckets: dict[Hashable, list[Entry]] = {}
         for entry in table:
             if entry.device_key == device_key and entry.problem.op == op.name:
                 self._add(entry)
@@ -231,7 +231,7 @@ class _Index:
         except KtuneError:
             return
         self._exact.setdefault(seen, []).append(entry)
-        self._buckets.setdefault(self._op.bucket(seen), []).append(entry)
+        self._buckets.setdefault(self._bucket(seen), []).append(entry)
         key = kernel_key(self._op, seen)
         self._alike.setdefault(_words(self._op, seen), []).append(entry)
         if entry.covers:
@@ -252,7 +252,7 @@ class _Index:
     def bucket(self, problem: Problem) -> list[Entry]:
         """Return the entries of the problem's bucket of sizes."""
         seen = self._seen(problem)
-        return self._nearest_first(seen, self._buckets.get(self._op.bucket(seen), []))
+        return self._nearest_first(seen, self._buckets.get(self._bucket(seen), []))
 
     def within_reach(self, problem: Problem) -> list[Entry]:
         """Return the entries whose sizes are not far: of the same kernel, then those that serve."""
@@ -263,6 +263,9 @@ class _Index:
         same = [e for e in near if kernel_key(self._op, self._seen(e.problem)) == key]
         rest = [e for e in near if e not in same and self._op.serves(seen, e.variant, e.problem)]
         return self._nearest_first(seen, same) + self._nearest_first(seen, rest)
+
+    def _bucket(self, seen: Problem) -> Hashable:
+        return self._op.bucket(seen), self._op.access(seen)
 
     def _seen(self, problem: Problem) -> Problem:
         return unbatched(self._op, problem) if self._batch_invariant else problem
@@ -297,8 +300,8 @@ def _distance(asked: Problem, has: Problem) -> tuple[int, float, str]:
 
 
 def _words(op: Operation, problem: Problem) -> Hashable:
-    """Return the fields that are no sizes, but for those that buckets ignore."""
-    return tuple(flags_of(op.bucket(problem)).items())
+    """Return the fields that are no sizes, but for those that buckets ignore; and the access."""
+    return tuple(flags_of(op.bucket(problem)).items()), op.access(problem)
 
 
 def _farthest(asked: Problem, has: Problem) -> float:

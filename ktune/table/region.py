@@ -31,11 +31,13 @@ def sizes_of(problem: Problem) -> dict[str, int]:
 def kernel_key(op: Operation, problem: Problem) -> Hashable:
     """Return what two problems share whose entries may stand for each other at other sizes.
 
-    These are the structure, so that a variant renders to one kernel for both, and all fields that
-    are no sizes, but for those that the operation's buckets ignore (attention's ``return_lse``).
+    These are the structure, so that a variant renders to one kernel for both, how inputs may be
+    read (``Operation.access``), and all fields that are no sizes, but for those that the
+    operation's buckets ignore (attention's ``return_lse``).
     """
     shape = problem.replace(**flags_of(op.bucket(problem)))
-    return tuple(flags_of(shape).items()), tuple(sorted(op.structure(shape).items()))
+    structure = tuple(sorted(op.structure(shape).items()))
+    return tuple(flags_of(shape).items()), structure, op.access(shape)
 
 
 def covers_problem(entry: Entry, problem: Problem) -> bool:

@@ -33,6 +33,9 @@ ninth decile of what was seen."""
 LIMIT_FACTOR = 8.0
 LIMIT_AFTER = 10
 MEASURE_LIMIT_S = 60.0
+MEASURE_LEAST_S = 10.0
+MEASURE_FACTOR = 20.0
+"""A variant may take this many times what the slowest one measured took, within these bounds."""
 FINALS_LIMIT_S = 300.0
 ROUNDS = 25
 BASELINES = ("torch", "flash", "cudnn")
@@ -51,6 +54,7 @@ class _Timing:
     worker: Worker
     job: _Job | None = None
     free_since: float = 0.0
+    busy_since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -95,6 +99,8 @@ class LiveTarget:
         self._done: deque[tuple[Problem, Variant, Measurement]] = deque()
         self._best: dict[str, float] = {}
         self._seen_s: list[float] = []
+        self._slowest_s = 0.0
+        self._ready = False
         self._started = time.monotonic()
         self.capacity = cores + 2 * len(places)
         self.spent = Spent(workers=cores, timers=len(places))
@@ -108,9 +114,10 @@ class LiveTarget:
         except BaseException:
             self.close()
             raise
+        self.spent.lost = 0.0
+        self._ready, self._started = True, time.monotonic()
         for timer in self._timers:
-            timer.free_since = time.monotonic()
-        self._started = time.monotonic()
+            timer.free_since = self._started
 
     def now(self) -> float:
         """Return the seconds since the target was ready."""
@@ -171,13 +178,15 @@ class LiveTarget:
             return most
         return min(max(LIMIT_FACTOR * statistics.quantiles(self._seen_s, n=10)[-1], least), most)
 
+    def _measure_limit_s(self) -> float:
+        """Return how long a variant may take: once one was measured, not much longer than that."""
+        if not self._slowest_s:
+            return MEASURE_LIMIT_S
+        return min(max(MEASURE_FACTOR * self._slowest_s, MEASURE_LEAST_S), MEASURE_LIMIT_S)
+
     def _final_call(self, function: str, *arguments: Any) -> Any:
         """Run something on the first GPU, in front of all that waits, while compiling goes on."""
-        started = time.monotonic()
-        try:
-            return self._call(function, *arguments, self._timers[0].where, limit_s=FINALS_LIMIT_S)
-        finally:
-            self.spent.finals += time.monotonic() - started
+        return self._call(function, *arguments, self._timers[0].where, limit_s=FINALS_LIMIT_S)
 
     def _call(
         self,
@@ -223,7 +232,7 @@ class LiveTarget:
         self.spent.compile += seconds
         self._seen_s.append(seconds)
         self._resources[key] = resources
-        self._jobs.append(_Job(MEASURE, key, MEASURE_LIMIT_S, key))
+        self._jobs.append(_Job(MEASURE, key, self._measure_limit_s(), key))
 
     def _dispatch(self) -> None:
         """Give every idle timing worker what is ready."""
@@ -237,7 +246,7 @@ class LiveTarget:
         arguments = job.arguments
         if job.key is not None:
             arguments = (*arguments, timer.where, self._best.get(job.key[0]))
-        timer.job = job
+        timer.job, timer.busy_since = job, now
         try:
             timer.worker.start(Task(job.function, arguments), job.limit_s)
         except WorkerDied as error:
@@ -255,13 +264,21 @@ class LiveTarget:
         assert job is not None
         timer.free_since = time.monotonic()
         job.result, job.done = result, True
+        seconds = timer.free_since - timer.busy_since
         if job.key is not None:
-            self._take_measured(job.key, result)
+            self._take_measured(job.key, result, seconds)
+        elif isinstance(result, WorkerError):
+            self.spent.lost += seconds
+        elif self._ready:
+            self.spent.finals += seconds
 
-    def _take_measured(self, key: Key, result: dict[str, Any] | WorkerError) -> None:
+    def _take_measured(
+        self, key: Key, result: dict[str, Any] | WorkerError, seconds: float
+    ) -> None:
         problem, variant = self._submitted.pop(key)
         resources = self._resources.pop(key)
         if isinstance(result, WorkerError):
+            self.spent.lost += seconds
             status: Any = "timeout" if isinstance(result, WorkerTimeout) else "crashed"
             self._done.append((problem, variant, Measurement(status, detail=str(result))))
             return
@@ -270,6 +287,8 @@ class LiveTarget:
         outcome = Measurement.from_dict({**result, **known})
         self.spent.check += outcome.check_s or 0.0
         self.spent.time += outcome.time_s or 0.0
+        self.spent.lost += max(seconds - (outcome.check_s or 0.0) - (outcome.time_s or 0.0), 0.0)
+        self._slowest_s = max(self._slowest_s, seconds)
         if outcome.ok and outcome.latency_ms is not None:
             best = self._best.get(problem.text, math.inf)
             self._best[problem.text] = min(best, outcome.latency_ms)

@@ -16,8 +16,8 @@ from ktune.variant import Variant
 class Spent:
     """Where the seconds of a search went.
 
-    ``compile`` runs on ``workers`` cores beside all else; ``check``, ``time``, ``finals`` and
-    ``idle`` add up to the wall time of the timing workers.
+    ``compile`` runs on ``workers`` cores beside all else; ``check``, ``time``, ``finals``, ``lost``
+    and ``idle`` add up to the wall time of the timing workers.
 
     Attributes:
         render: turning templates into source.
@@ -25,6 +25,7 @@ class Spent:
         check: comparing variants with float64.
         time: timing them.
         finals: timing finalists and baselines in turn, and re-checking winners.
+        lost: variants that hung, crashed or failed, and starting workers anew.
         idle: timing workers waiting for a compiled kernel.
         wall: seconds from start to end.
         workers: compile workers.
@@ -36,6 +37,7 @@ class Spent:
     check: float = 0.0
     time: float = 0.0
     finals: float = 0.0
+    lost: float = 0.0
     idle: float = 0.0
     wall: float = 0.0
     workers: int = 1
@@ -43,7 +45,7 @@ class Spent:
 
     def to_dict(self) -> dict[str, float]:
         """Return the seconds by phase, as JSON values."""
-        names = ("render", "compile", "check", "time", "finals", "idle", "wall")
+        names = ("render", "compile", "check", "time", "finals", "lost", "idle", "wall")
         seconds = {f"{name}_s": round(getattr(self, name), 3) for name in names}
         return {**seconds, "workers": self.workers, "timers": self.timers}
 

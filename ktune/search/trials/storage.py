@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ktune import settings
 from ktune.bench.measurement import Measurement
-from ktune.errors import StorageError
+from ktune.errors import StorageError, UsageError
 
 Result = TypeVar("Result")
 
@@ -78,6 +78,11 @@ def open_storage(url: str) -> BaseStorage:
     """
     if url == MEMORY:
         return InMemoryStorage()
+    if "://" not in url or url in {"sqlite://", "sqlite:///"}:
+        raise UsageError(
+            f"--storage {url!r} is no storage; write sqlite:///FILE, postgresql://USER:PASSWORD@"
+            f"HOST/DATABASE, or {MEMORY}"
+        )
     try:
         with quiet_optuna():
             return _open(_with_driver(url))
