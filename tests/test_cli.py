@@ -690,7 +690,7 @@ class TestProgress:
         assert not state.take("b", Measurement("wrong"))
         assert state.take("c", Measurement("ok", 0.25))
         assert not state.take("d", Measurement("ok", 0.3))
-        assert state.text == ("softmax m=1 3/9 trials  1 invalid  best 0.25 ms (2.00x default)  c")
+        assert state.text == ("softmax m=1 3/9 trials  1 wrong  best 0.25 ms (2.00x default)  c")
 
     def test_a_bar_on_a_terminal_only(self, monkeypatch):
         from ktune.cli import progress

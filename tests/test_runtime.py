@@ -874,7 +874,7 @@ def test_explain_names_regions_and_ignored_batches(stand_in, table):
 
 
 def test_explain_prints_regions_and_ignored_batches(table, monkeypatch):
-    (found,) = per_batch_entries(["softmax m=64 n=2500"], STREAMS, DEVICE)
+    (found,) = per_batch_entries(["softmax m=64 n=2504"], STREAMS, DEVICE)
     update_table(table, [replace(found, covers={"m": (1, 4096), "n": (2049, 4095)})], [DEVICE])
     words = ["explain", "softmax", "m=200", "n=3000", "--target", "sm_90"]
     shown = CliRunner().invoke(cli, words, catch_exceptions=False).stdout

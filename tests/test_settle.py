@@ -225,3 +225,41 @@ def test_levels_of_effort(space):
     assert counts["quick"] == math.ceil(0.1 * legal)
     assert counts["standard"] == math.ceil(0.25 * legal)
     assert counts["full"] == legal
+
+
+def test_a_variant_that_stands_for_one_problem_alone_is_the_winner_of_its_finals(space):
+    """Within the noise the cover may name another; that would save nothing."""
+
+    class Noisy(Landscape):
+        def finals(self, problem, variants):
+            # What was measured apart within the noise turns out 1 % apart side by side.
+            best = {"none": 1.01, "evict_first": 1.0}
+            return {
+                v.text: [time_of(problem, v) * best[v.values["eviction"]]] * 20 for v in variants
+            }
+
+    for seed in range(3):
+        (result,), kept = run(space, Noisy(), PROBLEMS[3:4], level="full", seed=seed)
+        assert kept[result.problem.text].variant.values["eviction"] == "evict_first"
+        assert result.loss == 0
+
+
+def test_a_limit_that_no_choice_keeps_is_refused_before_measuring(tmp_path):
+    from click.testing import CliRunner
+
+    from ktune.cli import cli
+
+    words = ["search", "softmax", "--target", "h200", "--max-variants", "1", "--no-proof"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2, done.output
+    assert "The least possible is 3" in done.stderr and "trials" not in done.stderr
+
+
+def test_a_problem_cannot_be_tuned_and_judge(tmp_path):
+    from click.testing import CliRunner
+
+    from ktune.cli import cli
+
+    words = ["search", "softmax", "--target", "h200", "--held-out", "default", "--no-proof"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2 and "cannot judge" in done.stderr

@@ -320,7 +320,7 @@ def find(problem, *tables, device=H200, source_id=None):
 def test_exact_then_bucket_then_default():
     table = Table.of([entry("softmax m=4096 n=1000"), entry("softmax m=4000 n=1000")])
     assert find("softmax m=4000 n=1000", table).kind == "exact"
-    match = find("softmax m=3990 n=1001", table)
+    match = find("softmax m=3990 n=1008", table)
     assert match.kind == "bucket" and match.entry.problem.size("m") == 4000
     assert match.variant == match.entry.variant
     match = find("softmax m=64 n=1000", table)
@@ -429,16 +429,28 @@ WIDE = {"m": (33, 65536), "n": (513, 1023)}
 
 def test_region_stands_between_exact_and_bucket():
     wide = entry("softmax m=64 n=1000", covers=WIDE)
-    near = entry("softmax m=4000 n=900")
+    near = entry("softmax m=4000 n=904")
     table = Table.of([wide, near])
     assert find("softmax m=64 n=1000", table).kind == "exact"
-    assert find("softmax m=4000 n=900", table).kind == "exact"
-    match = find("softmax m=4090 n=901", table)
+    assert find("softmax m=4000 n=904", table).kind == "exact"
+    match = find("softmax m=4090 n=912", table)
     assert (match.kind, match.entry) == ("region", wide)
     assert find("softmax m=4090 n=1024", table).entry == near, "another structure: its bucket"
     assert find("softmax m=32 n=1000", table).kind == "nearest"
     for outside in ("m=65537 n=1000", "m=64 n=512", "m=64 n=1025"):
         assert find(f"softmax {outside}", table).kind == "default"
+
+
+def test_odd_rows_and_aligned_ones_share_no_entry_but_an_exact_one():
+    """A kernel that reads 16 bytes at a time is no choice for rows that begin anywhere."""
+    wide = {"m": (1, 65536), "n": (513, 1023)}
+    aligned, odd = entry("softmax m=64 n=1000", covers=wide), entry("softmax m=64 n=1001")
+    assert find("softmax m=64 n=1001", Table.of([aligned])).kind == "default"
+    assert find("softmax m=64 n=1004", Table.of([aligned])).kind == "default"
+    assert find("softmax m=64 n=1004 dtype=float32", Table.of([aligned])).kind == "default"
+    assert find("softmax m=64 n=1000", Table.of([odd])).kind == "default"
+    assert find("softmax m=64 n=1001", Table.of([aligned, odd])).entry == odd
+    assert find("softmax m=64 n=1003", Table.of([aligned, odd])).entry == odd
 
 
 def test_nearest_is_the_same_kernel_or_one_that_serves_and_not_far():
@@ -467,11 +479,11 @@ def test_nearest_is_the_same_kernel_or_one_that_serves_and_not_far():
 
 def test_region_is_of_its_own_flags_and_device():
     wide = entry("softmax m=64 n=1000", covers=WIDE)
-    near = entry("softmax m=4000 n=900")
+    near = entry("softmax m=4000 n=904")
     table = Table.of([wide, near])
     assert find("softmax m=5000 n=1000 dtype=float32", table).kind == "default"
     assert find("softmax m=5000 n=1000", table, device=MIG).kind == "default"
-    assert find("softmax m=4090 n=901", Table.of([near]), Table.of([wide])).kind == "region"
+    assert find("softmax m=4090 n=912", Table.of([near]), Table.of([wide])).kind == "region"
 
 
 def test_a_size_that_a_region_does_not_name_is_the_problems_own():
@@ -534,7 +546,7 @@ def test_batch_invariant_regions_buckets_and_default():
     b = replace(entry("softmax m=512 n=1000", covers=WIDE), variant=variant_of(8))
     ms = (1, 7, 32, 64, 4096, 10**7)
     for order in ([a, b], [b, a]):
-        matches = [chosen(m, Table.of(order), n=900) for m in ms]
+        matches = [chosen(m, Table.of(order), n=904) for m in ms]
         assert {(x.kind, x.entry.problem.text) for x in matches} == {("region", b.problem.text)}
         matches = [chosen(m, Table.of(order), n=1024) for m in ms]
         assert {(x.kind, x.entry.problem.text) for x in matches} == {("bucket", b.problem.text)}

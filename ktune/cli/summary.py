@@ -66,8 +66,8 @@ def _spent_line(target: Target) -> str:
     cores = "1 compile worker" if spent.workers == 1 else f"{spent.workers} compile workers"
     return (
         f"{clock} {spent.wall:.1f} s. {timers}: check {spent.check:.1f}, time {spent.time:.1f}, "
-        f"finals {spent.finals:.1f}, lost {spent.lost:.1f}, idle {spent.idle:.1f} s. {cores}: {spent.compile:.1f} "
-        f"core-seconds. Rendering {spent.render:.1f} s"
+        f"finals {spent.finals:.1f}, lost {spent.lost:.1f}, idle {spent.idle:.1f} s. {cores}: "
+        f"{spent.compile:.1f} core-seconds. Rendering {spent.render:.1f} s"
     )
 
 
