@@ -57,6 +57,9 @@ class Device:
         return cls(**fields)
 
 
+CPU = "cpu"
+"""Triton's interpreter, where places are named as ``cuda:0``."""
+
 COMPILE_TARGETS = {
     "sm_80": Device("any sm_80", "cuda", "sm_80", 108, 166_912, 40 << 20, 40),
     "sm_90": Device("any sm_90", "cuda", "sm_90", 132, 232_448, 50 << 20, 80),

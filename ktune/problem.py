@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ktune.errors import ProblemError
 
@@ -76,12 +77,21 @@ def separation(one: Problem, other: Problem) -> tuple[int, float]:
     words, octaves = 0, 0.0
     for name, value in one:
         against = has.get(name)
-        sizes = isinstance(value, int) and isinstance(against, int)
-        if sizes and not isinstance(value, bool):
-            octaves += abs(math.log2(max(int(value), 1) / max(int(against or 0), 1)))
+        if is_size(value) and is_size(against):
+            octaves += octaves_apart(value, against)
         else:
             words += value != against
     return words, octaves
+
+
+def octaves_apart(one: int, other: int) -> float:
+    """Return how often one size must be doubled or halved to be the other; 0 counts as 1."""
+    return abs(math.log2(max(one, 1) / max(other, 1)))
+
+
+def is_size(value: Scalar | None) -> TypeGuard[int]:
+    """Return whether a field's value is a size: an integer and no flag."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def short_hash(text: str) -> str:

@@ -14,12 +14,12 @@ import torch
 
 from ktune.bench import timer, wall
 from ktune.bench.gate import Gate
-from ktune.device import Device, device_of
+from ktune.device import CPU, Device, device_of
 from ktune.problem import Problem
 
 INTERPRETER_DEVICE = Device(
     name="Triton interpreter",
-    backend="cpu",
+    backend=CPU,
     arch="interpreter",
     sm_count=1,
     shared_memory=232_448,
@@ -43,7 +43,7 @@ class Place:
     @property
     def is_gpu(self) -> bool:
         """Whether this is a GPU and not the interpreter."""
-        return self.device.type != "cpu"
+        return self.device.type != CPU
 
     def describe(self) -> Device:
         """Return the device's limits."""
@@ -85,7 +85,7 @@ def timer_of(where: Place) -> timer.Timer | wall.WallTimer:
 
 def protocol_of(where: str) -> str:
     """Return the name of how times are taken there."""
-    return wall.PROTOCOL if torch.device(where).type == "cpu" else timer.PROTOCOL
+    return wall.PROTOCOL if torch.device(where).type == CPU else timer.PROTOCOL
 
 
 def interpretable(problem: Problem) -> Problem:
@@ -100,7 +100,7 @@ def interpretable(problem: Problem) -> Problem:
 
 def leave_if_sticky(where: str | int) -> None:
     """End this process if CUDA no longer answers, so that the next task gets a fresh one."""
-    if where == "cpu":
+    if where == CPU:
         return
     try:
         torch.cuda.synchronize(where)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def judged_table(op: str, judged: Sequence[Finding]) -> Any:
     """Return the table of one operation's held-out problems, worst loss last."""
-    rows = _rows(judged)
+    rows = judged_dict(judged)
     same, names = short_names([finding.result.problem.fields_text for finding in judged])
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     title = f"{op}: what the table's pick loses on problems held out"
@@ -39,10 +39,6 @@ def judged_table(op: str, judged: Sequence[Finding]) -> Any:
 
 def judged_dict(judged: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the held-out problems as JSON values."""
-    return _rows(judged)
-
-
-def _rows(judged: Sequence[Finding]) -> list[dict[str, Any]]:
     return [_row(finding) for finding in judged]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ktune.device import CPU
 from ktune.errors import KtuneError, NoDeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 LOG = "KTUNE_LOG"
 DEFAULT_ARCH = "sm_90"
-CPU = "cpu"
-"""Triton's interpreter, as a device to search on."""
 
 _log = logging.getLogger("ktune")
 

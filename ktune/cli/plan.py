@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktune.cli.options import CPU, find_space, meant
+from ktune.cli.options import find_space, meant
+from ktune.device import CPU
 from ktune.errors import NoDeviceError, UsageError
 
 if TYPE_CHECKING:

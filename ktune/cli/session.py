@@ -17,12 +17,12 @@ from ktune.cli import INTERRUPTED, check_interrupt
 from ktune.cli.console import note, warn
 from ktune.cli.coordinate import make_coordinator
 from ktune.cli.finding import Finding
-from ktune.cli.options import CPU, first_line
+from ktune.cli.options import first_line
 from ktune.cli.plan import AUTO, LIVE, Part, make_parts, recording_name
 from ktune.cli.progress import Tracker, make_view
 from ktune.cli.request import Request
 from ktune.cli.summary import print_summary
-from ktune.device import Device
+from ktune.device import CPU, Device
 from ktune.errors import KtuneError, StorageError, TableError, UsageError
 from ktune.portfolio.selection import fewest
 from ktune.problem import Problem
@@ -182,7 +182,7 @@ class Session:
                     self._sink,
                     self._request.effort,
                     self._tracker,
-                    winners=self._tuned_before(part),
+                    winners=self._tuned_before(part, target),
                     held_out=apart,
                     stop=_never,
                 )
@@ -200,7 +200,7 @@ class Session:
         if self._coordinator is not None and is_shared(self._storage):
             self._coordinator.keep(entries)
 
-    def _tuned_before(self, part: Part) -> list[tuple[Problem, Variant]]:
+    def _tuned_before(self, part: Part, target: Target) -> list[tuple[Problem, Variant]]:
         """Return the winners that the user's table holds for other problems of the operation.
 
         None for a replay: a table may have been made from the recording itself.
@@ -211,13 +211,10 @@ class Session:
             entries = list(read_table(self._table))
         except TableError:
             return []
-        device = self._tracker.device
         return [
             (entry.problem, entry.variant)
             for entry in entries
-            if device is not None
-            and entry.device_key == device.key
-            and entry.problem.op == part.space.op
+            if entry.device_key == target.device.key and entry.problem.op == part.space.op
         ]
 
     def _keep(self, part: Part, target: Target, result: Result) -> None:

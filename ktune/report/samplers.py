@@ -7,7 +7,7 @@ all problems of a recording and all seeds together: a median, a 95th percentile 
 What is in-sample: the seed variants in the YAML files were chosen knowing the shipped recordings,
 so figures with them say how well a search does where such knowledge exists. Figures without them
 (only the default variant, and winners of problems that the same campaign has searched before) are
-of the sampler by itself. The few numbers in ``samplers.Transfer`` were chosen on the shipped
+of the sampler by itself. The few numbers in ``transfer.Transfer`` were chosen on the shipped
 recordings too; its docstring says how. Neither is a promise for another device or operation.
 """
 

@@ -254,7 +254,7 @@ class Campaign:
     def _neighbours(self, problem: Problem) -> list[Hint]:
         """Return what is known of the nearest other problems of this campaign."""
         others = [r for r in self.results if r.problem.op == problem.op]
-        others.sort(key=lambda r: (separation(problem, r.problem), r.problem.text))
+        others.sort(key=lambda r: _nearness(problem, r.problem))
         known = [Hint(r.problem, self.recall(r).measurements) for r in others[:HINTS]]
         return [hint for hint in known if any(m.ok for m in hint.measurements.values())]
 
@@ -263,11 +263,10 @@ class Campaign:
         known = [
             (r.problem, Variant.parse(r.problem.op, best[0][0]))
             for r in self.results
-            if (best := self.recall(r).best())
+            if r.problem.op == problem.op and (best := self.recall(r).best())
         ]
         known += [(other, variant) for other, variant in self._winners if other.op == problem.op]
-        known = [pair for pair in known if pair[0].op == problem.op]
-        known.sort(key=lambda pair: (separation(problem, pair[0]), pair[0].text))
+        known.sort(key=lambda pair: _nearness(problem, pair[0]))
         return list(dict.fromkeys(variant for _, variant in known))[:NEIGHBOURS]
 
     def _conclude(self, active: _Active) -> Result:
@@ -278,7 +277,7 @@ class Campaign:
         self.target.spent.render = sum(ground.render_s for ground in self.grounds.values())
         if self._finals and not result.held_out:
             self._hold_finals(result)
-            self._save(result)
+            self._save([result])
         self._listener.problem_done(result)
         return result
 
@@ -305,13 +304,8 @@ class Campaign:
         """Let few variants stand for all problems of each operation."""
         for op in dict.fromkeys(result.problem.op for result in self.results):
             settled = settle(self, [r for r in self.results if r.problem.op == op])
-            entries = [result.entry for result in settled if result.entry is not None]
-            try:
-                self._sink(entries, self.target.device)
-            except TableError as error:
-                for result in settled:
-                    result.table_error = str(error)
             if settled:
+                self._save(settled)
                 self._listener.settled(op, settled)
 
     def entry(self, result: Result, variant: Variant, winner: Winner) -> Entry:
@@ -338,13 +332,21 @@ class Campaign:
             target.device.key, result.problem, variant, source.id, provenance, result.covers
         )
 
-    def _save(self, result: Result) -> None:
-        if result.entry is None:
+    def _save(self, results: Sequence[Result]) -> None:
+        """Keep the entries of results; those that cannot be say why."""
+        entries = [result.entry for result in results if result.entry is not None]
+        if not entries:
             return
         try:
-            self._sink([result.entry], self.target.device)
+            self._sink(entries, self.target.device)
         except TableError as error:
-            result.table_error = str(error)
+            for result in results:
+                result.table_error = str(error)
+
+
+def _nearness(problem: Problem, other: Problem) -> tuple[tuple[int, float], str]:
+    """Sort other problems by this, the nearest first."""
+    return separation(problem, other), other.text
 
 
 def _finalists(outcome: Outcome, default: Variant) -> list[Variant]:

@@ -1,10 +1,10 @@
 """Settle on few variants for many problems, and on the sizes that each stands for.
 
 After the searches of a campaign: the best few variants of every problem are measured on the other
-problems too, a small cover is chosen (``portfolio.py``), regions of sizes are drawn
-(``regions.py``), and where a region's variant is not the problem's own winner, the two meet the
-default in one more final. A variant that loses more there than the cover may give away, or that
-is wrong on the problem, or that the default beats beyond the noise, does not get it. (With
+problems too, a small cover is chosen (``portfolio/cover.py``), regions of sizes are drawn
+(``portfolio/regions.py``), and where a region's variant is not the problem's own winner, the two
+meet the default in one more final. A variant that loses more there than the cover may give away,
+or that is wrong on the problem, or that the default beats beyond the noise, does not get it. (With
 ``--max-variants`` or ``--batch-invariant`` only a wrong one does not.)
 """
 

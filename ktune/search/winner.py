@@ -62,8 +62,8 @@ def beats(
     text: str, other: str, samples: Mapping[str, list[float]], measured: Mapping[str, Measurement]
 ) -> bool:
     """Return whether a variant is faster than another beyond the noise."""
-    gain = _sure_gain(samples[other], samples[text], measured.get(text))
-    return text != other and gain >= LEAST_MARGIN * statistics.median(samples[other])
+    share = _sure_share(samples[other], samples[text], measured.get(text))
+    return text != other and share >= LEAST_MARGIN
 
 
 def as_winner(
@@ -101,17 +101,17 @@ def _rank(count: int) -> int:
     return max(floor(count / 2 - 0.98 * sqrt(count)), 0)
 
 
-def _sure_gain(slow: list[float], fast: list[float], measured: Measurement | None) -> float:
-    """Return a lower bound, in ms, of what ``fast`` saves against ``slow``.
+def _sure_share(slow: list[float], fast: list[float], measured: Measurement | None) -> float:
+    """Return a lower bound of the share of ``slow``'s time that ``fast`` saves.
 
     With paired samples: the lower end of the 95 % interval of the median difference, by order
     statistics. With single samples: the difference less the interquartile range.
     """
     interval = saved_share(slow, fast)
     if interval is not None:
-        return interval[0] * statistics.median(slow)
+        return interval[0]
     noise = (measured.spread_ms or 0.0) if measured else 0.0
-    return statistics.median(slow) - statistics.median(fast) - noise
+    return 1.0 - (statistics.median(fast) + noise) / statistics.median(slow)
 
 
 def _spread(values: list[float], measured: Measurement | None) -> float:

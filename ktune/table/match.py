@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,13 +10,12 @@ from ktune.device import Device
 from ktune.errors import KtuneError
 from ktune.operations import operation
 from ktune.operations.base import Operation
-from ktune.problem import Problem, Scalar
+from ktune.problem import Problem, Scalar, octaves_apart, separation
 from ktune.table.entry import Entry
 from ktune.table.region import (
     couples_rows,
     covers_problem,
     flags_of,
-    is_size,
     kernel_key,
     sizes_of,
     unbatched,
@@ -232,10 +230,9 @@ class _Index:
             return
         self._exact.setdefault(seen, []).append(entry)
         self._buckets.setdefault(self._bucket(seen), []).append(entry)
-        key = kernel_key(self._op, seen)
         self._alike.setdefault(_words(self._op, seen), []).append(entry)
         if entry.covers:
-            self._regions.setdefault(key, []).append(entry)
+            self._regions.setdefault(kernel_key(self._op, seen), []).append(entry)
 
     def exact(self, problem: Problem) -> list[Entry]:
         """Return the entries of this very problem."""
@@ -288,15 +285,8 @@ class _Index:
 
 
 def _distance(asked: Problem, has: Problem) -> tuple[int, float, str]:
-    """Return how far two problems are: flags that differ, sizes by logarithm, the text."""
-    flags, sizes, other = 0, 0.0, dict(has.fields)
-    for name, value in asked:
-        against = other.get(name)
-        if is_size(value) and is_size(against):
-            sizes += abs(math.log2(max(int(value), 1)) - math.log2(max(int(against or 0), 1)))
-        else:
-            flags += value != against
-    return flags, sizes, has.text
+    """Return how far two problems are apart, and the text of the second for ties."""
+    return *separation(asked, has), has.text
 
 
 def _words(op: Operation, problem: Problem) -> Hashable:
@@ -307,10 +297,7 @@ def _words(op: Operation, problem: Problem) -> Hashable:
 def _farthest(asked: Problem, has: Problem) -> float:
     """Return the difference, in octaves, of the size that differs most."""
     other = sizes_of(has)
-    return max(
-        (abs(math.log2(max(v, 1) / max(other.get(n, 0), 1))) for n, v in sizes_of(asked).items()),
-        default=0.0,
-    )
+    return max((octaves_apart(v, other.get(n, 0)) for n, v in sizes_of(asked).items()), default=0.0)
 
 
 def _differs(device: Device, problem: Problem, entry: Entry) -> dict[str, tuple[Scalar, Scalar]]:

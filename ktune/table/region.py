@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ktune.operations.base import Operation
-from ktune.problem import Problem, Scalar, format_scalar
+from ktune.problem import Problem, Scalar, format_scalar, is_size
 from ktune.table.entry import Covers, Entry
 from ktune.variant import Variant
 
 UNBATCHED = 1
 """What batch fields are taken to be where the batch must not matter."""
-
-
-def is_size(value: Scalar | None) -> bool:
-    """Return whether a field's value is a size: an integer and no flag."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def flags_of(problem: Problem) -> dict[str, Scalar]:
@@ -25,7 +20,7 @@ def flags_of(problem: Problem) -> dict[str, Scalar]:
 
 def sizes_of(problem: Problem) -> dict[str, int]:
     """Return the fields that are sizes."""
-    return {name: int(value) for name, value in problem if is_size(value)}
+    return {name: value for name, value in problem if is_size(value)}
 
 
 def kernel_key(op: Operation, problem: Problem) -> Hashable:

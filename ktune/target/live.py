@@ -14,18 +14,14 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ktune.bench.measurement import Measurement
+from ktune.bench.place import protocol_of
 from ktune.bench.tasks import COMPILE, COMPILER, DEVICE, FINALS, INTERPRETER, MEASURE, ROOFS, VERIFY
-from ktune.bench.timer import PROTOCOL
-from ktune.bench.wall import PROTOCOL as WALL_PROTOCOL
 from ktune.bench.worker import Pool, Task, Worker, WorkerDied, WorkerError, WorkerTimeout
-from ktune.device import Device, cuda_available
+from ktune.device import CPU, Device, cuda_available
 from ktune.errors import NoDeviceError, UsageError
 from ktune.problem import Problem
-from ktune.target.target import Spent, versions
+from ktune.target.target import ROUNDS, Spent, versions
 from ktune.variant import Variant
-
-CPU = "cpu"
-"""The place of Triton's interpreter among ``cuda:0`` and its like."""
 
 COMPILE_LIMIT_S = (15.0, 120.0)
 """Least and most seconds that a compilation may take; between them, ``LIMIT_FACTOR`` times the
@@ -37,10 +33,8 @@ MEASURE_LEAST_S = 10.0
 MEASURE_FACTOR = 20.0
 """A variant may take this many times what the slowest one measured took, within these bounds."""
 FINALS_LIMIT_S = 300.0
-ROUNDS = 25
 BASELINES = ("torch", "flash", "cudnn")
 """What finals compare with. ``torch.compile`` takes seconds to compile: see ``ktune bench``."""
-
 
 Key = tuple[str, str]
 """Problem text and variant text."""
@@ -104,7 +98,7 @@ class LiveTarget:
         self._started = time.monotonic()
         self.capacity = cores + 2 * len(places)
         self.spent = Spent(workers=cores, timers=len(places))
-        self.protocol = WALL_PROTOCOL if interpreted else PROTOCOL
+        self.protocol = protocol_of(places[0])
         self.measured = datetime.now(UTC).date().isoformat()
         self.versions = versions()
         self.replayed_from: str | None = None

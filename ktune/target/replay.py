@@ -9,14 +9,12 @@ from ktune.bench.measurement import Measurement
 from ktune.operations import operation
 from ktune.problem import Problem
 from ktune.target.recording import Recording
-from ktune.target.target import Spent
+from ktune.target.target import ROUNDS, Spent
 from ktune.variant import Variant
 
 UNRECORDED = "this variant is not in the recording"
 COMPILE_S, CACHED_S, CHECK_S, TIME_S = 2.5, 0.05, 0.03, 0.05
 """Seconds of a phase where a recording does not say; CACHED_S is a compile cache's answer."""
-ROUNDS = 25
-
 
 Kernel = tuple[str, str]
 """What a compile cache goes by."""

@@ -11,6 +11,9 @@ from ktune.device import Device
 from ktune.problem import Problem
 from ktune.variant import Variant
 
+ROUNDS = 25
+"""Samples of each finalist."""
+
 
 @dataclass(slots=True)
 class Spent:

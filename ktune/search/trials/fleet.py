@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -29,7 +28,7 @@ from ktune.problem import Problem, short_hash
 from ktune.search.effort import Effort
 from ktune.search.study import UNFINISHED
 from ktune.search.trials.archive import study_name, team_name
-from ktune.search.trials.storage import Heartbeat, quiet_optuna
+from ktune.search.trials.storage import Heartbeat, end_trial, quiet_optuna, take_trial
 from ktune.space import Space, parse_space
 from ktune.table import Entry
 from ktune.target.target import Target
@@ -317,16 +316,11 @@ class Fleet:
         return self._storage.create_new_trial(self._study._study_id, template)
 
     def _take(self, trial: FrozenTrial) -> bool:
-        with suppress(UpdateFinishedTrialError):
-            return bool(self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING))
-        return False
+        return take_trial(self._storage, trial._trial_id)
 
     def _end(self, trial_id: int, state: TrialState, value: float | None = None) -> bool:
         self._heartbeat.forget(trial_id)
-        values = None if value is None else [value]
-        with suppress(UpdateFinishedTrialError):
-            return bool(self._storage.set_trial_state_values(trial_id, state, values))
-        return False
+        return end_trial(self._storage, trial_id, state, value)
 
 
 _TAKEN = (TrialState.RUNNING, TrialState.WAITING, TrialState.COMPLETE)

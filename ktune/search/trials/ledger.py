@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ktune.bench.measurement import Measurement
 from ktune.search.sampling.parameters import Axes
-from ktune.search.trials.storage import Heartbeat
+from ktune.search.trials.storage import Heartbeat, end_trial, take_trial
 from ktune.variant import Variant
 
 FEASIBLE = "has a time"
@@ -80,10 +80,7 @@ class Ledger:
 
     def take(self, trial: FrozenTrial) -> bool:
         """Take a queued trial; return False if another process has."""
-        try:
-            if not self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-                return False
-        except UpdateFinishedTrialError:
+        if not take_trial(self._storage, trial._trial_id):
             return False
         self._heartbeat.watch(trial._trial_id)
         return True
@@ -128,11 +125,7 @@ class Ledger:
     def end(self, trial_id: int, state: TrialState, value: float | None = None) -> bool:
         """End a trial."""
         self._heartbeat.forget(trial_id)
-        try:
-            values = None if value is None else [value]
-            return self._storage.set_trial_state_values(trial_id, state, values)
-        except UpdateFinishedTrialError:
-            return False
+        return end_trial(self._storage, trial_id, state, value)
 
     def drop(self, trial: FrozenTrial) -> None:
         """End a queued trial that nobody wants any more, unless somebody has just taken it."""

@@ -250,6 +250,21 @@ class PatientStorage(RDBStorage):
             _log.warning("the database does not answer (%.160s); trying again", reason)
 
 
+def take_trial(storage: BaseStorage, trial_id: int) -> bool:
+    """Make a queued trial this process's; return False if another has taken or ended it."""
+    return end_trial(storage, trial_id, TrialState.RUNNING)
+
+
+def end_trial(
+    storage: BaseStorage, trial_id: int, state: TrialState, value: float | None = None
+) -> bool:
+    """Set a trial's state; return False if it has ended before, as a stale one does."""
+    with suppress(UpdateFinishedTrialError):
+        values = None if value is None else [value]
+        return bool(storage.set_trial_state_values(trial_id, state, values))
+    return False
+
+
 class Heartbeat:
     """Keeps the trials of this process alive, and ends those of processes that died.
 
