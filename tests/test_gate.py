@@ -33,6 +33,7 @@ from ktune.bench.timer import Counts, race
 from ktune.bench.wall import WallTimer
 from ktune.bench.worker import Worker
 from ktune.codegen import load_module, render
+from ktune.codegen.module import _MODULES as LOADED
 from ktune.device import Device
 from ktune.operations import operation, parse_problem
 from ktune.variant import Variant
@@ -143,7 +144,13 @@ def scores(tmp_path_factory):
 @pytest.fixture
 def check(scores):
     gate = Gate(CPU)
-    return lambda template, text=PROBLEM: gate.check(parse_problem(text), variant(template))
+
+    def checked(template, text=PROBLEM):
+        for source in LOADED.values():
+            getattr(source, "SEEN", set()).clear()  # an address that was freed may be given again
+        return gate.check(parse_problem(text), variant(template))
+
+    return checked
 
 
 def variant(template):
