@@ -276,3 +276,18 @@ def test_a_search_of_the_shipped_space_on_the_interpreter(faults):
     assert statuses(result.outcome)["ok"] >= 4
     assert result.entry in entries and result.entry.device_key.startswith("Triton interpreter")
     assert result.winner is not None and result.winner.samples > 1
+
+
+def test_finals_go_before_variants_that_wait(space, target):
+    """Twelve variants compiled and waiting do not hold up a call for the GPU."""
+    variants = list(space.variants(PROBLEM, target.device))
+    for variant in variants:
+        target.submit(PROBLEM, variant)
+    while len(target._jobs) < len(variants) - 1 and not target._done:
+        target._turn()
+    waiting = len(target._jobs)
+    assert waiting > 4
+    assert target.verify(PROBLEM, variants[0]) == ""
+    assert len(target._jobs) >= waiting - 2
+    found = {target.next()[1].text for _ in variants}
+    assert found == {variant.text for variant in variants}

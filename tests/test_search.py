@@ -347,3 +347,22 @@ def test_kill_9_loses_at_most_the_trial_in_flight(space, tmp_path):
     assert time.monotonic() - started < 60
     assert 60 - 13 <= len(target.asked) <= 60 - 10
     assert read_table(table).get(H200, PROBLEM) is not None
+
+
+def test_a_variant_that_kills_its_processes_counts_as_infeasible_like_any_other():
+    """GPSampler wants the same constraint of every trial."""
+    from ktune.search.trials.storage import FEASIBLE, TryAgain, quiet_optuna
+
+    state = optuna.trial.TrialState
+    with quiet_optuna():
+        study = optuna.create_study()
+        dead = optuna.trial.create_trial(
+            state=state.FAIL,
+            user_attrs={"variant": "a"},
+            system_attrs={"retry_history": [0, 1, 2]},
+        )
+        TryAgain(max_retry=3)(study, dead)
+    (kept,) = study.get_trials()
+    assert kept.state == state.COMPLETE and kept.value == math.inf
+    assert kept.user_attrs["measurement"]["status"] == "crashed"
+    assert kept.constraints == {FEASIBLE: 1.0}

@@ -40,7 +40,7 @@ Key = tuple[str, str]
 """Problem text and variant text."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Timing:
     """A timing worker, and what it is at."""
 
@@ -51,14 +51,20 @@ class _Timing:
     busy_since: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Job:
-    """A call on a timing worker: a variant's measurement, or anything else that needs the GPU."""
+    """A call on a timing worker: a variant's measurement, or anything else that needs the GPU.
+
+    Attributes:
+        key: of the variant that it measures; None for any other call.
+        at: the only worker that may do it; None for any.
+    """
 
     function: str
     arguments: tuple[Any, ...]
     limit_s: float
     key: Key | None = None
+    at: _Timing | None = None
     result: Any = None
     done: bool = False
 
@@ -189,11 +195,9 @@ class LiveTarget:
         at: _Timing | None = None,
         limit_s: float = MEASURE_LIMIT_S,
     ) -> Any:
-        timer = at or self._timers[0]
-        job = _Job(function, arguments, limit_s)
-        while timer.job is not None:
-            self._turn()
-        self._start(timer, job)
+        job = _Job(function, arguments, limit_s, at=at or self._timers[0])
+        self._jobs.appendleft(job)
+        self._dispatch()
         while not job.done:
             self._turn()
         if isinstance(job.result, WorkerError):
@@ -202,7 +206,6 @@ class LiveTarget:
 
     def _turn(self) -> None:
         """Wait for anything to happen, and deal with it."""
-        self._dispatch()
         busy = [timer for timer in self._timers if timer.job is not None]
         deadline = min([self._pool.deadline, *(timer.worker.deadline for timer in busy)])
         connections = [*self._pool.connections, *(timer.worker.connection for timer in busy)]
@@ -212,7 +215,6 @@ class LiveTarget:
         for timer in busy:
             if timer.worker.connection.poll(0) or timer.worker.deadline <= time.monotonic():
                 self._finish(timer)
-        self._dispatch()
         for key, resources in self._pool.collect():
             self._take_compiled(key, resources)
         self._dispatch()
@@ -229,10 +231,16 @@ class LiveTarget:
         self._jobs.append(_Job(MEASURE, key, self._measure_limit_s(), key))
 
     def _dispatch(self) -> None:
-        """Give every idle timing worker what is ready."""
+        """Give every idle timing worker what is ready, calls before variants."""
         for timer in self._timers:
-            if timer.job is None and self._jobs:
-                self._start(timer, self._jobs.popleft())
+            while timer.job is None and (job := self._next_for(timer)):
+                self._start(timer, job)
+
+    def _next_for(self, timer: _Timing) -> _Job | None:
+        job = next((job for job in self._jobs if job.at in (None, timer)), None)
+        if job is not None:
+            self._jobs.remove(job)
+        return job
 
     def _start(self, timer: _Timing, job: _Job) -> None:
         now = time.monotonic()

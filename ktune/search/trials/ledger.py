@@ -11,14 +11,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ktune.bench.measurement import Measurement
 from ktune.search.sampling.parameters import Axes
-from ktune.search.trials.storage import Heartbeat, end_trial, take_trial
+from ktune.search.trials.storage import FEASIBLE, Heartbeat, end_trial, take_trial
 from ktune.variant import Variant
-
-FEASIBLE = "has a time"
-"""Optuna's name of the constraint that a variant is legal and has a time: broken above 0.
-
-GPSampler wants it of every trial; other samplers take its absence for a constraint that holds.
-"""
 
 
 class Ledger:

@@ -47,6 +47,12 @@ PATIENCE_S = 180.0
 CONNECT_S = 10
 """How long a server may take to answer at the start."""
 
+FEASIBLE = "has a time"
+"""Optuna's name of the constraint that a variant is legal and has a time: broken above 0.
+
+GPSampler wants it of every trial; other samplers take its absence for a constraint that holds.
+"""
+
 MOST_RETRIES = 3
 """A trial whose worker died is tried so often; one that kills its workers must end too."""
 
@@ -162,7 +168,7 @@ class TryAgain(RetryHeartbeatStaleTrialCallback):
                 params=trial.params,
                 distributions=trial.distributions,
                 user_attrs={**trial.user_attrs, "measurement": crash.to_dict()},
-                constraints={crash.status: 1.0},
+                constraints={FEASIBLE: 1.0},
             )
         )
 
