@@ -366,3 +366,26 @@ def test_a_variant_that_kills_its_processes_counts_as_infeasible_like_any_other(
     assert kept.state == state.COMPLETE and kept.value == math.inf
     assert kept.user_attrs["measurement"]["status"] == "crashed"
     assert kept.constraints == {FEASIBLE: 1.0}
+
+
+def test_a_search_is_not_over_while_a_dead_trial_is_not_yet_queued_anew(space, monkeypatch):
+    """Optuna ends a stale trial, then queues it: a search that looks in between goes on."""
+    from ktune.search import study as module
+    from ktune.search.trials.storage import quiet_optuna
+
+    state = optuna.trial.TrialState
+    monkeypatch.setattr(module, "is_shared", lambda storage: True)
+    ground = Ground.of(space, PROBLEM, H200)
+    lost = next(iter(ground.legal.values()))
+    with quiet_optuna():
+        search = module.ProblemSearch(ground, FakeTarget(), open_storage("memory"))
+        search.begin(len(ground.legal))
+        trial_id = search._ledger.create(lost, state.RUNNING, None)  # another process's
+        while (variant := search.next()) is not None:
+            search.tell(variant, Measurement("ok", cost(variant), 0.001, 20))
+        assert search.count == len(ground.legal) - 1 and not search.settled()
+        search._ledger.end(trial_id, state.FAIL)
+        assert not search.settled()
+        assert search.next() == lost
+        search.tell(lost, Measurement("ok", 1.0, 0.001, 20))
+        assert search.settled()

@@ -196,7 +196,10 @@ class ProblemSearch:
         self._heartbeat.fail_stale(self._study)
         self._refresh()
         if self._last is None and self.count < self._goal:
-            return not self._in_state(*UNFINISHED)
+            # A dead process's trial is ended a moment before it is queued anew: then its variant
+            # is nobody's, and is asked for again.
+            left = any(self._is_new(text) for text in self._legal)
+            return not left and not self._in_state(*UNFINISHED)
         last = math.inf if self._last is None else self._last
         return all(trial.number > last for trial in self._in_state(TrialState.RUNNING))
 
