@@ -238,10 +238,10 @@ def test_a_crossover_is_one_split_at_the_geometric_mean():
 
 def test_a_gain_within_the_allowed_loss_still_splits():
     times = {
-        softmax(1 << i): {A: ok(1.0 if i < 5 else 1.025), B: ok(1.025 if i < 5 else 1.0)}
+        softmax(1 << i): {A: ok(1.0 if i < 5 else 1.015), B: ok(1.015 if i < 5 else 1.0)}
         for i in range(10)
     }
-    assert len(cover(times).variants) == 1, "one is within 3 %"
+    assert len(cover(times).variants) == 1, "one is within 2 %"
     both = cover(times, loss=0.01)
     assert [r.variant for r in regions(times, both)] == [A, B]
 
@@ -426,7 +426,7 @@ def test_leave_one_problem_out(recording, recorded):
     }
     counts, worst, alone = {
         "softmax": ((0, 14, 6), 0.015, 0.25),  # seen: 0.8 % and 19.1 %
-        "attention": ((6, 12, 4), 0.05, 1.5),  # seen: 3.0 % and 126 %
+        "attention": ((7, 11, 4), 0.05, 1.5),  # seen: 3.0 % and 126 %
     }[recording.op]
     assert tuple(map(len, found.values())) == counts
     assert statistics.median([*found["region"], *found["nearest"]]) <= 0.01
