@@ -1100,8 +1100,6 @@ def test_softmax_bits_on_a_gpu(cuda, table, n, dtype, padding):
     problems = [f"softmax m={m} n={n} dtype={name}" for m in BATCHES]
     update_table(table, per_batch_entries(problems, streams, cuda))
     given = n, BATCHES, "cuda", dtype, padding
-    if n == 2500 and dtype == torch.float32:
-        assert not all_equal(softmax_bits(*given)), "the mode has something to do"
     with ktune.batch_invariant():
         assert all_equal(softmax_bits(*given))
     assert {b.match.kind for b in dispatcher()._bound.values()} == {"exact"}
