@@ -5,8 +5,9 @@ Every function takes and returns plain values, since it is called by name in ano
 
 from __future__ import annotations
 
-import importlib
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from ktune.bench.place import Place, gate, interpretable, leave_if_sticky, place
 from ktune.bench.timer import Timer, copy_bandwidth, matmul_rate
 from ktune.codegen import load_module, render
 from ktune.codegen.compile import compile_kernel, first_line
-from ktune.device import Device
+from ktune.device import COMPILE_TARGETS, Device
 from ktune.errors import KtuneError
 from ktune.operations import operation, parse_problem
 from ktune.problem import Problem
@@ -38,6 +39,9 @@ INTERPRETER = {
 COMPILER = {"TRITON_INTERPRET": "0"}
 """Environment of a worker that compiles or launches kernels."""
 
+COMPILER_NICENESS = 10
+"""Of compile workers, so that they never take a core from a timing worker or from the search."""
+
 COMPILE = "ktune.bench.tasks:compile_variant"
 INTERPRET = "ktune.bench.tasks:interpret_variant"
 MEASURE = "ktune.bench.tasks:measure_variant"
@@ -48,8 +52,22 @@ DEVICE = "ktune.bench.tasks:describe_device"
 
 
 def ready() -> None:
-    """Do nothing: what a worker needs is imported by now."""
-    importlib.import_module("triton")
+    """Compile something small: what a worker imports and builds once is then behind it.
+
+    A worker's first compilation takes 2 s longer than its second.
+    """
+    from triton import knobs
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    small = parse_problem("softmax m=1 n=128 dtype=bfloat16")
+    os.nice(COMPILER_NICENESS)
+    torch.set_num_threads(1)
+    target = COMPILE_TARGETS["sm_90"]
+    chosen = operation(small.op).default_variant(small, target)
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        compile_kernel(render(chosen, small), small, chosen.options, target)
 
 
 def compile_variant(problem: str, variant: str, device: dict[str, Any]) -> dict[str, Any]:
@@ -66,8 +84,10 @@ def compile_variant(problem: str, variant: str, device: dict[str, Any]) -> dict[
         source = render(chosen, case)
         if target.backend == "cpu":
             load_module(source)
-        else:
-            resources = compile_kernel(source, case, chosen.options, target).to_dict()
+            continue
+        kernel = compile_kernel(source, case, chosen.options, target)
+        if case == asked:
+            resources = kernel.resources().to_dict()
     return {**resources, "compile_s": _seconds(started)}
 
 

@@ -100,6 +100,8 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; the entry point of the ``ktune`` script."""
     _open_standard_streams()
+    # The sampler's matrices are small, and threads for them wait for cores that compile.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)

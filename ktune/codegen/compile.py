@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -35,22 +34,40 @@ class Resources:
         registers: per thread.
         spill_bytes: local memory per thread.
         shared_bytes: per program.
-        compile_s: seconds that the compilation took; near 0 when it was in Triton's cache.
     """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
-    compile_s: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel that was compiled.
+
+    Attributes:
+        kernel: Triton's; None where the problem has nothing to launch.
+        device: the target.
+    """
+
+    kernel: Any
+    device: Device
+
+    def resources(self) -> Resources:
+        """Return what the kernel uses; asks the CUDA tools, which takes some 50 ms."""
+        if self.kernel is None:
+            return Resources(0, 0, 0)
+        registers, spills = _usage(self.kernel, self.device)
+        return Resources(registers, spills, int(self.kernel.metadata.shared))
+
+
 def compile_kernel(
     source: Source, problem: Problem, options: dict[str, int], device: Device
-) -> Resources:
+) -> Compiled:
     """Compile a rendered module for a device, as a launch on this problem would.
 
     Args:
@@ -62,7 +79,6 @@ def compile_kernel(
     Raises:
         CompileError: Triton, LLVM or ptxas refuse; the first line of their message.
     """
-    started = time.perf_counter()
     op, meta = operation(problem.op), torch.device("meta")
     inputs = op.make_inputs(problem, "normal", 0, meta)
     outputs = op.make_outputs(problem, inputs)
@@ -71,11 +87,7 @@ def compile_kernel(
             load_module(source).launch(*op.arguments(problem, inputs, outputs), **options)
     except Exception as error:
         raise CompileError(first_line(error)) from error
-    seconds = round(time.perf_counter() - started, 3)
-    if not kernels:
-        return Resources(0, 0, 0, seconds)
-    registers, spills = _usage(kernels[-1], device)
-    return Resources(registers, spills, int(kernels[-1].metadata.shared), seconds)
+    return Compiled(kernels[-1] if kernels else None, device)
 
 
 def first_line(error: BaseException) -> str:

@@ -100,7 +100,6 @@ class LiveTarget:
         self._best: dict[str, float] = {}
         self._seen_s: list[float] = []
         self._slowest_s = 0.0
-        self._ready = False
         self._started = time.monotonic()
         self.capacity = cores + 2 * len(places)
         self.spent = Spent(workers=cores, timers=len(places))
@@ -110,14 +109,23 @@ class LiveTarget:
         self.replayed_from: str | None = None
         try:
             self.device = self._only_device()
-            self.roofs: dict[str, float] = self._call(ROOFS, places[0])
+            self._roofs = self._queue(ROOFS, places[0])
         except BaseException:
             self.close()
             raise
         self.spent.lost = 0.0
-        self._ready, self._started = True, time.monotonic()
+        self._started = time.monotonic()
         for timer in self._timers:
             timer.free_since = self._started
+
+    @property
+    def roofs(self) -> dict[str, float]:
+        """Copy and matrix rates, measured while the first variants are compiled."""
+        try:
+            found: dict[str, float] = self._result(self._roofs)
+        except WorkerError:
+            return {}
+        return found
 
     def now(self) -> float:
         """Return the seconds since the target was ready."""
@@ -129,6 +137,7 @@ class LiveTarget:
         self._submitted[key] = (problem, variant)
         arguments = (*key, self.device.to_dict())
         self._pool.submit(key, Task(COMPILE, arguments), self._compile_limit_s())
+        self._turn(0.0)  # choosing and keeping trials takes long enough for a GPU to run dry
 
     def next(self) -> tuple[Problem, Variant, Measurement]:
         """Wait until any variant is compiled, checked and timed, and return its outcome."""
@@ -161,6 +170,10 @@ class LiveTarget:
         self._pool.close()
         for timer in self._timers:
             timer.worker.kill()
+            if timer.job is not None:
+                timer.job.result, timer.job.done = WorkerDied("the search has ended"), True
+        for job in self._jobs:
+            job.result, job.done = WorkerDied("the search has ended"), True
 
     def _only_device(self) -> Device:
         found = [Device.from_dict(self._call(DEVICE, t.where, at=t)) for t in self._timers]
@@ -195,23 +208,36 @@ class LiveTarget:
         at: _Timing | None = None,
         limit_s: float = MEASURE_LIMIT_S,
     ) -> Any:
+        return self._result(self._queue(function, *arguments, at=at, limit_s=limit_s))
+
+    def _queue(
+        self,
+        function: str,
+        *arguments: Any,
+        at: _Timing | None = None,
+        limit_s: float = MEASURE_LIMIT_S,
+    ) -> _Job:
+        """Put a call in front of all that waits."""
         job = _Job(function, arguments, limit_s, at=at or self._timers[0])
         self._jobs.appendleft(job)
         self._dispatch()
+        return job
+
+    def _result(self, job: _Job) -> Any:
         while not job.done:
             self._turn()
         if isinstance(job.result, WorkerError):
             raise job.result
         return job.result
 
-    def _turn(self) -> None:
-        """Wait for anything to happen, and deal with it."""
+    def _turn(self, most_s: float = math.inf) -> None:
+        """Wait for anything to happen, no longer than ``most_s`` seconds, and deal with it."""
         busy = [timer for timer in self._timers if timer.job is not None]
         deadline = min([self._pool.deadline, *(timer.worker.deadline for timer in busy)])
         connections = [*self._pool.connections, *(timer.worker.connection for timer in busy)]
         if connections and not self._pool.ended:
-            limit = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-            wait(connections, limit)
+            limit = min(most_s, max(0.0, deadline - time.monotonic()))
+            wait(connections, None if math.isinf(limit) else limit)
         for timer in busy:
             if timer.worker.connection.poll(0) or timer.worker.deadline <= time.monotonic():
                 self._finish(timer)
@@ -271,7 +297,7 @@ class LiveTarget:
             self._take_measured(job.key, result, seconds)
         elif isinstance(result, WorkerError):
             self.spent.lost += seconds
-        elif self._ready:
+        elif job.function in (FINALS, VERIFY):
             self.spent.finals += seconds
 
     def _take_measured(

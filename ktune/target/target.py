@@ -60,11 +60,14 @@ class Target(Protocol):
     protocol: str
     measured: str
     versions: dict[str, str]
-    roofs: dict[str, float]
     replayed_from: str | None
     capacity: int
     """How many variants to keep submitted; 1 means one after the other."""
     spent: Spent
+
+    @property
+    def roofs(self) -> dict[str, float]:
+        """Return the device's measured rates by name; empty if unknown."""
 
     def now(self) -> float:
         """Return the seconds since the start, on the clock that budgets are counted by."""
