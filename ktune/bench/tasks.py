@@ -39,8 +39,6 @@ INTERPRETER = {
 COMPILER = {"TRITON_INTERPRET": "0"}
 """Environment of a worker that compiles or launches kernels."""
 
-COMPILER_NICENESS = 10
-"""Of compile workers, so that they never take a core from a timing worker or from the search."""
 
 COMPILE = "ktune.bench.tasks:compile_variant"
 INTERPRET = "ktune.bench.tasks:interpret_variant"
@@ -61,7 +59,6 @@ def ready() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return
     small = parse_problem("softmax m=1 n=128 dtype=bfloat16")
-    os.nice(COMPILER_NICENESS)
     torch.set_num_threads(1)
     target = COMPILE_TARGETS["sm_90"]
     chosen = operation(small.op).default_variant(small, target)

@@ -30,6 +30,8 @@ from ktune.operations import operation, references
 START_S = 120.0
 """Seconds a new worker has to import what it needs."""
 READY = "ktune.bench.tasks:ready"
+NICENESS = 10
+"""Of a pool's workers: they never take a core from a timing worker or from the search."""
 
 
 class WorkerError(KtuneError):
@@ -57,10 +59,12 @@ class Worker:
 
     Args:
         environment: variables to set in the child before it imports anything.
+        niceness: added to the child's; the system lets less nice processes go first.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, niceness: int = 0) -> None:
         self._environment = dict(environment or {})
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._deadline = float("inf")
@@ -80,6 +84,15 @@ class Worker:
     def deadline(self) -> float:
         """Monotonic time at which the current task is out of time."""
         return self._deadline
+
+    def prefetch(self, task: Task) -> None:
+        """Give a busy child its next task: it starts on it at once when the current one ends."""
+        with suppress(OSError):  # the child is dead: the result of the current task will say so
+            self.connection.send((task.function, task.arguments, references()))
+
+    def proceed(self, timeout_s: float) -> None:
+        """Let the time of the prefetched task begin, now that the one before it has ended."""
+        self._deadline = time.monotonic() + timeout_s
 
     def start(self, task: Task, timeout_s: float) -> None:
         """Give the child a task, starting or restarting the child if needed."""
@@ -148,6 +161,10 @@ class Worker:
             start_new_session=True,
         )
         reaper.watch(self._process.pid)
+        if self._niceness:
+            with suppress(OSError):  # a limit forbids it, or the child has ended
+                niceness = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         theirs.close()
         self._connection = ours
 
@@ -164,7 +181,7 @@ class Pool:
     """
 
     def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
-        self._idle = [Worker(environment) for _ in range(size)]
+        self._idle = [Worker(environment, NICENESS) for _ in range(size)]
         self._busy: dict[Any, Worker] = {}
         self._waiting: deque[tuple[Any, Task, float]] = deque()
         self._ended: deque[tuple[Any, Any]] = deque()

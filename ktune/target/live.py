@@ -42,11 +42,16 @@ Key = tuple[str, str]
 
 @dataclass(eq=False, slots=True)
 class _Timing:
-    """A timing worker, and what it is at."""
+    """A timing worker, and what it is at.
+
+    Attributes:
+        ahead: the variant it goes on with by itself, once the job has ended.
+    """
 
     where: str
     worker: Worker
     job: _Job | None = None
+    ahead: _Job | None = None
     free_since: float = 0.0
     busy_since: float = 0.0
 
@@ -93,7 +98,6 @@ class LiveTarget:
         self._jobs: deque[_Job] = deque()
         cores = compilers or len(os.sched_getaffinity(0))
         self._pool = Pool(cores, environment)
-        self._pool.warm()
         self._submitted: dict[Key, tuple[Problem, Variant]] = {}
         self._resources: dict[Key, dict[str, Any]] = {}
         self._done: deque[tuple[Problem, Variant, Measurement]] = deque()
@@ -170,13 +174,13 @@ class LiveTarget:
         self._pool.close()
         for timer in self._timers:
             timer.worker.kill()
-            if timer.job is not None:
-                timer.job.result, timer.job.done = WorkerDied("the search has ended"), True
-        for job in self._jobs:
+        for job in [*self._jobs, *(timer.job for timer in self._timers if timer.job)]:
             job.result, job.done = WorkerDied("the search has ended"), True
 
     def _only_device(self) -> Device:
-        found = [Device.from_dict(self._call(DEVICE, t.where, at=t)) for t in self._timers]
+        asked = [self._queue(DEVICE, timer.where, at=timer) for timer in self._timers]
+        self._pool.warm()
+        found = [Device.from_dict(self._result(job)) for job in asked]
         for timer, device in zip(self._timers, found, strict=True):
             if device.key != found[0].key:
                 raise UsageError(
@@ -261,6 +265,9 @@ class LiveTarget:
         for timer in self._timers:
             while timer.job is None and (job := self._next_for(timer)):
                 self._start(timer, job)
+        for timer in self._timers:
+            if timer.job is not None and timer.ahead is None and self._jobs:
+                self._prefetch(timer)
 
     def _next_for(self, timer: _Timing) -> _Job | None:
         job = next((job for job in self._jobs if job.at in (None, timer)), None)
@@ -271,14 +278,24 @@ class LiveTarget:
     def _start(self, timer: _Timing, job: _Job) -> None:
         now = time.monotonic()
         self.spent.idle += now - timer.free_since if timer.free_since else 0.0
+        timer.job, timer.busy_since = job, now
+        try:
+            timer.worker.start(self._task(timer, job), job.limit_s)
+        except WorkerDied as error:
+            self._end(timer, error)
+
+    def _prefetch(self, timer: _Timing) -> None:
+        """Send a variant behind the current job: the GPU need not wait for this process's look."""
+        job = self._jobs[0]
+        if job.key is not None:
+            timer.ahead = self._jobs.popleft()
+            timer.worker.prefetch(self._task(timer, job))
+
+    def _task(self, timer: _Timing, job: _Job) -> Task:
         arguments = job.arguments
         if job.key is not None:
             arguments = (*arguments, timer.where, self._best.get(job.key[0]))
-        timer.job, timer.busy_since = job, now
-        try:
-            timer.worker.start(Task(job.function, arguments), job.limit_s)
-        except WorkerDied as error:
-            self._end(timer, error)
+        return Task(job.function, arguments)
 
     def _finish(self, timer: _Timing) -> None:
         try:
@@ -299,6 +316,18 @@ class LiveTarget:
             self.spent.lost += seconds
         elif job.function in (FINALS, VERIFY):
             self.spent.finals += seconds
+        if timer.ahead is not None:
+            self._go_on(timer, alive=not isinstance(result, WorkerDied))
+
+    def _go_on(self, timer: _Timing, alive: bool) -> None:
+        """Make the prefetched job the current one; a dead worker has not seen it."""
+        job, timer.ahead = timer.ahead, None
+        assert job is not None
+        if alive:
+            timer.job, timer.busy_since = job, timer.free_since
+            timer.worker.proceed(job.limit_s)
+        else:
+            self._jobs.appendleft(job)
 
     def _take_measured(
         self, key: Key, result: dict[str, Any] | WorkerError, seconds: float
