@@ -7,14 +7,17 @@ count against the budget, each variant once, whoever made them.
 
 Several processes may search in one study. A trial names its variant from birth, or as soon as the
 sampler has spoken; whoever has made one looks for others of the same variant, and the one with
-the lowest number proceeds.
+the lowest number proceeds. A process that is alone and uses a sampler of ktune's writes a trial
+when it has ended, in one transaction.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import optuna
@@ -37,6 +40,8 @@ from ktune.target.target import Target
 from ktune.variant import Variant
 
 UNFINISHED = (TrialState.RUNNING, TrialState.WAITING)
+NO_TRIAL = -1
+"""Stands for the id of a trial that is not yet written."""
 
 
 class ProblemSearch:
@@ -69,6 +74,8 @@ class ProblemSearch:
         self._shared = is_shared(storage)
         self._heartbeat = heartbeat or Heartbeat(storage)
         self._pending: dict[str, int] = {}
+        self._begun: dict[str, datetime] = {}
+        self._line: deque[Variant] = deque()
         self._late: dict[str, Measurement] = {}
         self._trials: list[FrozenTrial] = []
         self._elsewhere: set[str] = set()
@@ -76,6 +83,7 @@ class ProblemSearch:
         self._last: int | None = None
         self._hints: Sequence[Hint] = ()
         self._chooser = make_chooser(sampler, seed)
+        self._alone = self._chooser is not None and not self._shared
         self.outcome = Outcome(legal=len(ground.legal), rejected=dict(ground.rejected))
         try:
             self._study = optuna.create_study(
@@ -96,8 +104,10 @@ class ProblemSearch:
                 for text, variant in self._legal.items()
                 if (key := self._key_or_none(variant)) in known
             }
-        self._borrowed = self._borrow()
+        self._borrowed = self._ledger.borrow(self._legal, self.outcome.measurements)
         self._refresh()
+        if self._alone:
+            self.close()  # what an earlier process had queued
 
     @property
     def problem(self) -> Problem:
@@ -135,15 +145,16 @@ class ProblemSearch:
         self._goal = min(trials, len(self._legal) - len(self._borrowed))
         self._hints = hints
         room = self._goal - self.count - len(self._elsewhere)
-        fresh = [v for v in {v.text: v for v in first}.values() if self._is_new(v.text)]
+        fresh = [v for v in {v.text: v for v in first}.values() if self._is_wanted(v.text)]
         for variant in fresh[: max(room, 0)]:
             self._queue(variant)
 
     def extend(self, variants: Iterable[Variant]) -> None:
         """Ask for some more variants, beyond the budget; known ones are passed over."""
         self._last = None
-        self._refresh()
-        fresh = [v for v in variants if v.text in self._legal and self._is_new(v.text)]
+        if not self._alone:
+            self._refresh()
+        fresh = [v for v in variants if self._is_wanted(v.text)]
         self._goal = self.count + len(self._elsewhere) + len(fresh)
         for variant in fresh:
             self._queue(variant)
@@ -151,9 +162,12 @@ class ProblemSearch:
     def next(self) -> Variant | None:
         """Return a variant to measure; None if the budget is spent or nothing is new."""
         while self._last is None and self.count + len(self._pending) < self._goal:
-            self._refresh()
+            if not self._alone:
+                self._refresh()
             waiting = self._in_state(TrialState.WAITING)
-            if waiting:
+            if self._line:
+                variant = self._begin(self._line.popleft())
+            elif waiting:
                 variant = self._pop(waiting[0])
             elif self.count + self._under_way() >= self._goal:
                 return None  # others measure what is left
@@ -165,8 +179,7 @@ class ProblemSearch:
                 chosen = self._chooser(self._sight())
                 if chosen is None:
                     return None
-                key = self._key_or_none(chosen)
-                variant = self._take(self._ledger.create(chosen, TrialState.RUNNING, key), chosen)
+                variant = self._begin(chosen)
             if variant is not None:
                 return variant
         return None
@@ -178,6 +191,9 @@ class ProblemSearch:
         this process comes to it first.
         """
         trial_id = self._pending.pop(variant.text)
+        if self._alone:
+            self._record(variant, measurement)
+            return
         if not self._finish(trial_id, variant.text, measurement):
             self._late[variant.text] = measurement
 
@@ -205,6 +221,8 @@ class ProblemSearch:
 
     def close(self) -> None:
         """End the queued trials that the budget did not reach."""
+        self._elsewhere.difference_update(variant.text for variant in self._line)
+        self._line.clear()
         self._refresh()
         for trial in self._in_state(TrialState.WAITING):
             self._ledger.drop(trial)
@@ -223,13 +241,39 @@ class ProblemSearch:
             and text not in self._elsewhere
         )
 
+    def _is_wanted(self, text: str) -> bool:
+        return text in self._legal and self._is_new(text)
+
     def _sight(self) -> Sight:
         pending = self._pending.keys() | self._elsewhere
         return Sight(self._problem, self._legal, self.outcome.measurements, pending, self._hints)
 
     def _queue(self, variant: Variant) -> None:
-        self._ledger.create(variant, TrialState.WAITING, self._key_or_none(variant))
+        if self._alone:
+            self._line.append(variant)
+        else:
+            self._ledger.create(variant, TrialState.WAITING, self._key_or_none(variant))
         self._elsewhere.add(variant.text)
+
+    def _begin(self, variant: Variant) -> Variant | None:
+        """Make a trial of a variant that is to be measured; None if it was answered at once."""
+        if not self._alone:
+            key = self._key_or_none(variant)
+            return self._take(self._ledger.create(variant, TrialState.RUNNING, key), variant)
+        self._elsewhere.discard(variant.text)
+        self._begun[variant.text] = datetime.now()  # local and naive, as Optuna's own
+        if failure := self._failure(variant):
+            self._record(variant, failure)
+            return None
+        self._pending[variant.text] = NO_TRIAL
+        return variant
+
+    def _record(self, variant: Variant, measurement: Measurement) -> None:
+        """Keep an outcome that no other process can know of."""
+        begun = self._begun.pop(variant.text)
+        self._ledger.record(variant, self._key_or_none(variant), measurement, begun)
+        self.outcome.measurements[variant.text] = measurement
+        self.outcome.measured += 1
 
     def _pop(self, trial: FrozenTrial) -> Variant | None:
         """Take a queued trial, unless another process does."""
@@ -278,10 +322,7 @@ class ProblemSearch:
         if text in self._late:
             self._finish(trial_id, text, self._late.pop(text))
             return None
-        try:
-            self.ground.key(variant)
-        except KtuneError as error:
-            failure = Measurement("compile_error", detail=str(error).splitlines()[0])
+        if failure := self._failure(variant):
             self._finish(trial_id, text, failure)
             return None
         self._elsewhere.discard(text)
@@ -318,12 +359,16 @@ class ProblemSearch:
         self.outcome.measured += 1
         return True
 
+    def _failure(self, variant: Variant) -> Measurement | None:
+        """Return the outcome of a variant that does not render; None if it does."""
+        try:
+            return self.ground.key(variant) and None
+        except KtuneError as error:
+            return Measurement("compile_error", detail=str(error).splitlines()[0])
+
     def _key_or_none(self, variant: Variant) -> str | None:
         """Return the key; None for a variant that does not render (it will say so when tried)."""
-        try:
-            return self.ground.key(variant)
-        except KtuneError:
-            return None
+        return None if self._failure(variant) else self.ground.key(variant)
 
     def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials that were in these states at the last look."""
@@ -353,15 +398,3 @@ class ProblemSearch:
                 found = trial.user_attrs.get("measurement")
                 if found:
                     self.outcome.measurements[text] = Measurement.from_dict(found)
-
-    def _borrow(self) -> set[str]:
-        """Give this study the measurements that other studies of the problem have made."""
-        trials = self._ledger.read()
-        own = {trial.user_attrs.get("variant") for trial in trials}
-        there = {trial.user_attrs.get("borrowed") for trial in trials}
-        borrowed = self.outcome.measurements.keys() - own
-        for text in sorted(borrowed - there):
-            variant, measurement = self._legal[text], self.outcome.measurements[text]
-            if measurement.latency_ms is not None:
-                self._ledger.borrow(variant, measurement)
-        return borrowed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
+from datetime import datetime
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -54,7 +56,35 @@ class Ledger:
             self._heartbeat.watch(trial_id)
         return trial_id
 
-    def borrow(self, variant: Variant, measurement: Measurement) -> None:
+    def record(
+        self, variant: Variant, source: str | None, measurement: Measurement, begun: datetime
+    ) -> None:
+        """Make a trial that has ended, in one transaction: a third of a trial's usual cost."""
+        infeasible = measurement.latency_ms is None
+        template = optuna.trial.create_trial(
+            value=math.inf if infeasible else measurement.latency_ms,
+            params=self._axes.encode(variant),
+            distributions=self._axes.distributions(variant),
+            user_attrs={
+                "variant": variant.text,
+                **({} if source is None else {"source": source}),
+                "measurement": measurement.to_dict(),
+            },
+            constraints={FEASIBLE: 1.0} if infeasible else None,
+        )
+        template.datetime_start = begun
+        self._storage.create_new_trial(self._study._study_id, template)
+
+    def borrow(self, legal: Mapping[str, Variant], known: Mapping[str, Measurement]) -> Set[str]:
+        """Give this study what other studies of the problem have measured; return the texts."""
+        trials = self.read()
+        borrowed = known.keys() - {trial.user_attrs.get("variant") for trial in trials}
+        for text in sorted(borrowed - {trial.user_attrs.get("borrowed") for trial in trials}):
+            if known[text].latency_ms is not None:
+                self._borrow(legal[text], known[text])
+        return borrowed
+
+    def _borrow(self, variant: Variant, measurement: Measurement) -> None:
         """Keep another study's measurement, for the sampler to learn from."""
         self._study.add_trial(
             optuna.trial.create_trial(
