@@ -235,11 +235,8 @@ class ProblemSearch:
                 self._queue(self._legal[text])
 
     def _is_new(self, text: str) -> bool:
-        return (
-            text not in self.outcome.measurements
-            and text not in self._pending
-            and text not in self._elsewhere
-        )
+        seen = (self.outcome.measurements, self._pending, self._elsewhere)
+        return not any(text in each for each in seen)
 
     def _is_wanted(self, text: str) -> bool:
         return text in self._legal and self._is_new(text)
@@ -362,7 +359,8 @@ class ProblemSearch:
     def _failure(self, variant: Variant) -> Measurement | None:
         """Return the outcome of a variant that does not render; None if it does."""
         try:
-            return self.ground.key(variant) and None
+            self.ground.key(variant)
+            return None
         except KtuneError as error:
             return Measurement("compile_error", detail=str(error).splitlines()[0])
 
