@@ -12,24 +12,29 @@ if TYPE_CHECKING:
     from ktune.runtime.explain import Explanation, explain
     from ktune.runtime.functions import flash_attention, scaled_dot_product_attention, softmax
     from ktune.runtime.invariance import batch_invariant
+    from ktune.runtime.load import Loaded, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "Loaded",
     "__version__",
     "batch_invariant",
     "explain",
     "flash_attention",
+    "load",
     "scaled_dot_product_attention",
     "softmax",
 ]
 
 _HOME = {
     "Explanation": "ktune.runtime.explain",
+    "Loaded": "ktune.runtime.load",
     "batch_invariant": "ktune.runtime.invariance",
     "explain": "ktune.runtime.explain",
     "flash_attention": "ktune.runtime.functions",
+    "load": "ktune.runtime.load",
     "scaled_dot_product_attention": "ktune.runtime.functions",
     "softmax": "ktune.runtime.functions",
 }

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from ktune.device import Device
 from ktune.errors import CompileError
 from ktune.operations import operation
 from ktune.problem import Problem
+
+_PATCHING = threading.RLock()
+"""Held while Triton's ``JITFunction.run`` is another, so that it is put back in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,38 @@ def compile_kernel(
     Raises:
         CompileError: Triton, LLVM or ptxas refuse; the first line of their message.
     """
-    op, meta = operation(problem.op), torch.device("meta")
-    inputs = op.make_inputs(problem, "normal", 0, meta)
-    outputs = op.make_outputs(problem, inputs)
+    launch = load_module(source).launch
     try:
         with _captured_launches(device) as kernels:
-            load_module(source).launch(*op.arguments(problem, inputs, outputs), **options)
+            launch(*_arguments(problem), **options)
     except Exception as error:
         raise CompileError(first_line(error)) from error
     return Compiled(kernels[-1] if kernels else None, device)
+
+
+def compile_only(
+    launch: Callable[..., object], problem: Problem, options: dict[str, int]
+) -> list[Any]:
+    """Compile what a launch on this problem would run, for the current GPU, and run nothing.
+
+    Args:
+        launch: of a rendered module.
+        problem: gives argument types, alignment and strides.
+        options: launch options.
+
+    Returns:
+        Triton's kernels; within its ``AsyncCompileMode``, what they will be.
+    """
+    with _compiling_only() as kernels:
+        launch(*_arguments(problem), **options)
+    return kernels
+
+
+def _arguments(problem: Problem) -> tuple[Any, ...]:
+    """Return arguments of ``launch`` that have no memory, at aligned addresses."""
+    op = operation(problem.op)
+    inputs = op.make_inputs(problem, "normal", 0, torch.device("meta"))
+    return op.arguments(problem, inputs, op.make_outputs(problem, inputs))
 
 
 def first_line(error: BaseException) -> str:
@@ -122,23 +149,38 @@ class _StubDriver:
 def _captured_launches(device: Device) -> Iterator[list[Any]]:
     """Within, a launch compiles for the device and is not run; yields the compiled kernels."""
     from triton.runtime import driver
+
+    active = driver._active
+    with _compiling_only() as kernels:
+        driver.set_active(_StubDriver(device))
+        try:
+            yield kernels
+        finally:
+            driver._active = active
+
+
+@contextmanager
+def _compiling_only() -> Iterator[list[Any]]:
+    """Within, launches of this thread compile and are not run; yields the compiled kernels."""
     from triton.runtime.jit import JITFunction
 
     kernels: list[Any] = []
-    run, active = JITFunction.run, driver._active
+    own = threading.get_ident()
+    with _PATCHING:
+        run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        kernels.append(kernel.result() if hasattr(kernel, "result") else kernel)
-        return kernel
+        def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if threading.get_ident() != own:
+                return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+            kernels.append(kernel)
+            return kernel
 
-    JITFunction.run = compile_only
-    driver.set_active(_StubDriver(device))
-    try:
-        yield kernels
-    finally:
-        JITFunction.run = run
-        driver._active = active
+        JITFunction.run = compile_instead
+        try:
+            yield kernels
+        finally:
+            JITFunction.run = run
 
 
 def _usage(kernel: Any, device: Device) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from ktune.problem import Problem, Scalar
 from ktune.resources import data
 from ktune.runtime.invariance import is_batch_invariant
 from ktune.runtime.where import capturing, device_at, on
+from ktune.table.entry import Entry
 from ktune.table.match import Match, Matcher
 from ktune.table.store import read_table
 from ktune.table.table import Table
@@ -72,6 +73,8 @@ class Dispatcher:
         self._bound: dict[tuple[Problem, tuple[int, bool]], Bound] = {}
         self._sources: dict[Hashable, Any] = {}
         self._warned = False
+        self._chosen: Path | None = None
+        self.strict = False
 
     def call(
         self, key: Hashable, problem: Callable[[], Problem], index: int, arguments: tuple[Any, ...]
@@ -131,6 +134,27 @@ class Dispatcher:
         """Return the table file that a match came from; None for a default."""
         return None if match.table is None else self._paths[match.table]
 
+    def use(self, table: Path | None, strict: bool) -> None:
+        """Read the tables anew: this one, or the user's, before those that come with ktune.
+
+        Args:
+            table: a file that must be sound; None for the user's tables.
+            strict: raise StrictError where no entry matches.
+
+        Raises:
+            TableError: the file cannot be read; nothing is changed then.
+        """
+        if table is not None:
+            read_table(table)
+        with self._lock:
+            self._chosen, self.strict = table, strict
+            self.reload()
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of all tables, the first table's first."""
+        with self._lock:
+            return [entry for table in self._tables().tables for entry in table]
+
     def reload(self) -> None:
         """Forget tables and kernels; the next call reads the tables again."""
         with self._lock:
@@ -152,8 +176,9 @@ class Dispatcher:
     def _report_missing(self, match: Match, device: Device, problem: Problem) -> None:
         """Raise in strict mode; else warn, once in a process."""
         message = match.message(device, problem)
-        if settings.strict():
-            raise StrictError(f"{message} ({settings.STRICT}=1 forbids all but tuned sizes)")
+        if self.strict or settings.strict():
+            how = "ktune.load(strict=True)" if self.strict else f"{settings.STRICT}=1"
+            raise StrictError(f"{message} ({how} forbids all but tuned sizes)")
         level = logging.INFO if self._warned else logging.WARNING
         self._warned = True
         used = "the winner of the nearest" if match.kind == "nearest" else "its default variant"
@@ -179,7 +204,8 @@ class Dispatcher:
     def _tables(self) -> Matcher:
         if self._matcher is None:
             shipped = sorted(data("tables").glob("*.json"))
-            found = [p for p in (*settings.user_table_paths(), *shipped) if os.path.lexists(p)]
+            own = settings.user_table_paths() if self._chosen is None else [self._chosen]
+            found = [path for path in (*own, *shipped) if os.path.lexists(path)]
             self._paths = found
             self._matcher = Matcher([_read(path) for path in found], self._source_id)
         return self._matcher

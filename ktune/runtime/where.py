@@ -52,6 +52,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def current_index() -> int | None:
+    """Return the index of the current GPU; None without one."""
+    if _stand_in is not None:
+        return STAND_IN
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
 def device_at(index: int) -> Device:
     """Return the device with an index that ``kernel_device`` returned."""
     if index == STAND_IN and _stand_in is not None:
