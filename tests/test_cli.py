@@ -294,7 +294,7 @@ class TestSearch:
         from optuna.exceptions import StorageInternalError
         from optuna.storages import RDBStorage
 
-        keep, calls = RDBStorage.set_trial_state_values, []
+        keep, calls = RDBStorage._create_new_trial, []
 
         def fail(self, *args, **kwargs):
             calls.append(1)
@@ -302,7 +302,7 @@ class TestSearch:
                 raise StorageInternalError("database or disk is full")
             return keep(self, *args, **kwargs)
 
-        monkeypatch.setattr(RDBStorage, "set_trial_state_values", fail)
+        monkeypatch.setattr(RDBStorage, "_create_new_trial", fail)
         result = replay(recording, "--storage", f"sqlite:///{tmp_path}/x.sqlite3", "--json")
         assert result.exit_code == 0, result.stderr
         assert "disk is full" in result.stderr
